@@ -1,0 +1,74 @@
+"""calmatch: semi-supervised image classifiers whose confidence can be believed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from calmatch import augment, data, losses, methods, metrics, nets, recipes
+    from calmatch.config import Config
+    from calmatch.core import (
+        Batch,
+        Loss,
+        Method,
+        Metric,
+        Objective,
+        Output,
+        Plan,
+        Task,
+        Term,
+        Transform,
+        apart,
+        frozen,
+    )
+    from calmatch.results import Run
+    from calmatch.results import load as load_run
+    from calmatch.trainer import train
+
+__version__ = "0.1.0"
+_CORE = (
+    "Batch Loss Method Metric Objective Output Plan Task Term Transform apart frozen"
+).split()
+_MODULES = "augment data losses methods metrics nets recipes".split()
+_WHERE = {name: ("calmatch.core", name) for name in _CORE} | {
+    "Config": ("calmatch.config", "Config"),
+    "Run": ("calmatch.results", "Run"),
+    "load_run": ("calmatch.results", "load"),
+    "train": ("calmatch.trainer", "train"),
+}
+__all__ = [
+    "Batch",
+    "Config",
+    "Loss",
+    "Method",
+    "Metric",
+    "Objective",
+    "Output",
+    "Plan",
+    "Run",
+    "Task",
+    "Term",
+    "Transform",
+    "apart",
+    "augment",
+    "data",
+    "frozen",
+    "load_run",
+    "losses",
+    "methods",
+    "metrics",
+    "nets",
+    "recipes",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that the command line answers at once."""
+    if name in _MODULES:
+        return importlib.import_module(f"calmatch.{name}")
+    if name in _WHERE:
+        module, attribute = _WHERE[name]
+        return getattr(importlib.import_module(module), attribute)
+    raise AttributeError(f"module 'calmatch' has no attribute {name!r}")

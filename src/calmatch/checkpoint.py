@@ -1,0 +1,105 @@
+"""Atomic files, checkpoints that cannot carry code, and the lock on a run folder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+KEEP = 2  # checkpoints on disk: the newest, and one to fall back on
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Write a file so that its name never shows half of it, even across a power cut."""
+    raw = data.encode() if isinstance(data, str) else data
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with draft.open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of names, types, shapes and bytes."""
+    total = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> Path:
+    """Write a checkpoint under its final name, then drop all but the newest two."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    header = {"note": json.dumps({**note, "step": step}), "digest": digest(held)}
+    path = folder / f"{step:09d}.safetensors"
+    write(path, safetensors.torch.save(held, header))
+    for old in sorted(folder.glob("*.safetensors"))[:-KEEP]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and note of a checkpoint; ValueError if a bit of it is wrong."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        note = json.loads(header["note"])
+    except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if header.get("digest") != digest(tensors):
+        raise ValueError(f"{path} is damaged: its checksum does not hold.")
+    return tensors, note
+
+
+def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
+    """The newest checkpoint that is whole, and a sentence about each that is not."""
+    complaints: list[str] = []
+    for path in sorted(folder.glob("*.safetensors"), reverse=True):
+        try:
+            return *read(path), complaints
+        except ValueError as error:
+            complaints.append(f"{error} Using the one before it.")
+    return None
+
+
+class Busy(ValueError):
+    """Another process works in this run folder."""
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a run folder; the lock dies with the process, however that ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Busy(f"Another process is working in {folder}; wait or choose --out.") from error
+        yield

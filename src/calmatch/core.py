@@ -1,0 +1,222 @@
+"""The nouns: Task, Output, Batch, Term, Plan, Method and Objective.
+
+The network owns parameters, the method owns memory, the batch owns chance and time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+
+from calmatch import ops
+
+
+class Task(NamedTuple):
+    """What a method may know of the problem."""
+
+    classes: int
+    labelled: int
+    unlabelled: int
+    features: int
+    steps: int
+    counts: tuple[int, ...]  # labelled pictures per class
+
+
+class Output(NamedTuple):
+    """What every network returns for pictures [B, 3, H, W]."""
+
+    logits: Tensor  # [B, C]
+    features: Tensor  # [B, D]
+
+
+class Batch(NamedTuple):
+    """One step's pictures, ids, time and chance; shapes never change, so the step compiles once."""
+
+    x: tuple[Tensor, ...]  # one [B, 3, H, W] per entry of Method.x_views
+    y: Tensor  # [B] class ids
+    u: tuple[Tensor, ...]  # one [R, 3, H, W] per entry of Method.u_views
+    x_id: Tensor  # [B] row in the labelled set, distinct within a batch
+    u_id: Tensor  # [R] row in the unlabelled set, distinct within a batch
+    step: Tensor  # [] int64, from 0
+    draws: dict[str, Tensor]  # the method's random numbers, made outside the graph
+
+
+class Term(NamedTuple):
+    """Fit logits to target, sample i counting weight[i] times."""
+
+    logits: Tensor  # [n, C]
+    target: Tensor  # [n] class ids or [n, C] probabilities
+    weight: Tensor  # [n], zero = left out; loss ratio and ramp included
+
+
+class Plan(NamedTuple):
+    """What a method asks for in one step."""
+
+    labelled: Term
+    unlabelled: Term | None  # None: supervised
+    extra: dict[str, Tensor] = {}  # further scalar losses by name, already weighted
+    state: dict[str, Tensor] = {}  # NEW values of the method's memory, stored after backward
+
+
+Loss = Callable[[Term], Tensor]
+Metric = Callable[[Tensor, Tensor], Tensor]
+Transform = Callable[[Tensor, Generator], Tensor]
+
+
+class Method(nn.Module):
+    """Decides who teaches whom: from a batch it makes targets and weights.
+
+    A method holds buffers and no parameters; extra layers it needs come from `heads`.
+    """
+
+    x_views: tuple[str, ...] = ("weak",)
+    u_views: tuple[str, ...] = ("weak", "strong")
+    losses: Mapping[str, str] = {"labelled": "cross_entropy", "unlabelled": "cross_entropy"}
+    ema: float = 0.0
+    optim: Mapping[str, Mapping[str, float]] = {}
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+    def heads(self) -> dict[str, nn.Module]:
+        """Extra layers: they become `net.heads`, trained, averaged, saved and exported with it."""
+        return {}
+
+    def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
+        """Random numbers for one step over b labelled and r unlabelled rows.
+
+        A name starting with `x_` or `u_` has one entry per labelled or unlabelled row and is
+        divided among ranks; any other is the same on every rank.
+        """
+        return {}
+
+    def remember(self, **tensors: Tensor) -> None:
+        """Declare memory: it moves with the method and is checkpointed."""
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def commit(self, state: dict[str, Tensor]) -> None:
+        """Store what `forward` returned; called after backward."""
+        for name, value in state.items():
+            self.get_buffer(name).copy_(value)
+
+    def predict(self, net: nn.Module, images: Tensor) -> Tensor:
+        """Log-probabilities [N, C]."""
+        logits: Tensor = net(images).logits
+        return logits.log_softmax(-1)
+
+
+def apart(net: nn.Module, *views: Tensor, grad: Sequence[bool] | None = None) -> list[Output]:
+    """One net call over all views together, one Output each; `grad=False` detaches a view's."""
+    together: Output = net(torch.cat(views))
+    sizes = [len(view) for view in views]
+    split = zip(together.logits.split(sizes), together.features.split(sizes), strict=True)
+    outputs = [Output(logits, features) for logits, features in split]
+    if grad is None:
+        return outputs
+    return [
+        out if keep else Output(out.logits.detach(), out.features.detach())
+        for out, keep in zip(outputs, grad, strict=True)
+    ]
+
+
+@contextmanager
+def frozen(net: nn.Module) -> Iterator[nn.Module]:
+    """BatchNorm inside normalises by the batch but does not update its running statistics."""
+    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    before = [norm.track_running_stats for norm in norms]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield net
+    finally:
+        for norm, value in zip(norms, before, strict=True):
+            norm.track_running_stats = value
+
+
+class Objective(nn.Module):
+    """Network, method and losses as one module: compiled inside, wrapped for ranks outside."""
+
+    truth: Tensor | None
+
+    def __init__(
+        self,
+        net: nn.Module,
+        method: Method,
+        labelled: Loss,
+        unlabelled: Loss,
+        ema: nn.Module | None = None,
+        truth: Tensor | None = None,  # [unlabelled] class ids, -1 unknown: for statistics only
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.ema = net if ema is None else ema
+        self.method = method
+        self.labelled = labelled
+        self.unlabelled = unlabelled
+        self.register_buffer("truth", truth, persistent=False)
+
+    def forward(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Losses (their sum under `loss`) with detached statistics, and the new state."""
+        plan: Plan = self.method(self.net, self.ema, batch)
+        parts = _parts("labelled", self.labelled, plan.labelled)
+        if plan.unlabelled is not None:
+            parts |= _parts("unlabelled", self.unlabelled, plan.unlabelled)
+        parts |= plan.extra
+        loss = torch.stack(list(parts.values())).sum()
+        with torch.no_grad():
+            known = {name: part.detach() for name, part in parts.items()}
+            known |= self.statistics(plan, batch)
+        return {"loss": loss} | known, plan.state
+
+    def statistics(self, plan: Plan, batch: Batch) -> dict[str, Tensor]:
+        """Per-step means and counts; `log.Sums` turns their sums into shares."""
+        if plan.unlabelled is None:
+            return {"gap": _gap(plan.labelled.logits).amax()}
+        term = Term(*(part.detach() for part in plan.unlabelled))
+        logp = term.logits.log_softmax(-1)
+        guess = ops.ids(term.target)
+        accepted = (term.weight > 0).to(logp.dtype)
+        agree = (logp.argmax(-1) == guess).to(logp.dtype)
+        pseudo = -(ops.soft(term.target, logp) * logp).sum(-1)
+        stats = {
+            "gap": _gap(term.logits).amax(),
+            "accepted": accepted.mean(),
+            "agreeing": (accepted * agree).mean(),
+            "pseudo_ce": (term.weight * (1 - agree) * pseudo).mean(),
+            "min_entropy": (term.weight * agree * -logp.amax(-1)).mean(),
+            "histogram": ops.count(guess, logp.shape[-1], accepted) / len(guess),
+        }
+        if self.truth is not None and len(guess) == len(batch.u_id):
+            truth = self.truth[batch.u_id]
+            known = accepted * (truth >= 0)
+            confidence = logp.exp().gather(-1, guess[:, None])[:, 0]
+            right = known * (truth == guess)
+            stats |= {"known": known.mean(), "right": right.mean()}
+            stats["bins"] = ops.bin_sums(confidence, right, known) / len(guess)
+        return stats
+
+
+def _parts(side: str, loss: Loss, term: Term) -> dict[str, Tensor]:
+    """A sum of losses is logged part by part."""
+    losses: Mapping[str, Loss] = getattr(loss, "parts", {"": loss})
+    return {f"{side}/{name}".rstrip("/"): part(term) for name, part in losses.items()}
+
+
+def _gap(logits: Tensor) -> Tensor:
+    return logits.amax(-1) - logits.amin(-1)
+
+
+def between(name: str, value: float, low: float, high: float, strict: bool = False) -> None:
+    """Refuse a setting outside its range."""
+    if not (low < value < high if strict else low <= value <= high):
+        raise ValueError(f"{name} is {value}, but it must lie between {low} and {high}.")

@@ -1,0 +1,90 @@
+"""Which pictures are labelled: the field's rule (USB), as ids that are saved with the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+
+class Split(NamedTuple):
+    """Rows of the training pictures; a picture may be both labelled and unlabelled."""
+
+    labelled: list[int]
+    unlabelled: list[int]
+    validation: list[int]
+
+
+def split(
+    labels: Sequence[int] | Ids,
+    labelled: int | Sequence[int],
+    seed: int,
+    *,
+    unlabelled: Sequence[int] | None = None,
+    validation: float = 0.0,
+    include_labelled: bool = True,
+) -> Split:
+    """Shuffle each class in turn; the first are labelled, the last validation, the rest unlabelled.
+
+    Args:
+        labels: class ids of the training pictures; -1 (unknown) is always unlabelled.
+        labelled: how many in all (the same number a class), or how many of each class.
+        seed: of the choice alone, apart from the seed of training.
+        unlabelled: how many of each class; all that are left by default.
+        validation: share of each class held out, with its labels, for choosing a checkpoint.
+        include_labelled: whether the labelled pictures also serve as unlabelled ones.
+    """
+    y = np.asarray(labels)
+    classes = int(y.max()) + 1
+    wanted = counts(labelled, classes)
+    random = np.random.RandomState(seed)  # the legacy generator: the field's splits are made with it
+    chosen: list[Ids] = []
+    rest: list[Ids] = []
+    held: list[Ids] = []
+    for k in range(classes):
+        ids = np.flatnonzero(y == k)
+        random.shuffle(ids)
+        hold = math.floor(validation * len(ids))
+        if wanted[k] + hold > len(ids):
+            raise ValueError(
+                f"Class {k} has {len(ids)} training pictures, too few for {wanted[k]} labels "
+                f"and {hold} for validation; ask for fewer."
+            )
+        stop = len(ids) - hold
+        if unlabelled is not None:
+            stop = min(stop, wanted[k] + unlabelled[k])
+        chosen.append(ids[: wanted[k]])
+        rest.append(ids[wanted[k] : stop])
+        held.append(ids[len(ids) - hold :])
+    rest.append(np.flatnonzero(y < 0))
+    pool = ([*chosen] if include_labelled else []) + rest
+    return Split(*(np.concatenate(part).tolist() for part in (chosen, pool, held)))
+
+
+def counts(labelled: int | Sequence[int], classes: int) -> list[int]:
+    """Labelled pictures of each class."""
+    if not isinstance(labelled, int):
+        return list(labelled)
+    if labelled < classes or labelled % classes:
+        raise ValueError(
+            f"{labelled} labels cannot be shared equally among {classes} classes; "
+            f"ask for a multiple of {classes}."
+        )
+    return [labelled // classes] * classes
+
+
+def long_tail(head: int, gamma: float, classes: int) -> list[int]:
+    """Pictures of each class from `head` down to head / |gamma|; a negative gamma reverses them.
+
+    >>> long_tail(15, 10, 10)
+    [15, 11, 8, 6, 5, 4, 3, 2, 1, 1]
+    """
+    ratio = float(np.power(1 / abs(gamma), 1 / (classes - 1)))
+    numbers = [int(head * np.power(ratio, k)) for k in range(classes - 1)]
+    numbers.append(int(head / abs(gamma)))
+    return numbers[::-1] if gamma < 0 else numbers

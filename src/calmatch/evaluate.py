@@ -1,0 +1,99 @@
+"""Predictions of a split, and their metrics; anybody's predictions from a file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from calmatch import metrics
+from calmatch.augment.basic import normalise
+from calmatch.core import Method
+from calmatch.data.resident import Resident
+
+
+@torch.inference_mode()
+def predict(
+    net: nn.Module,
+    method: Method,
+    pictures: Resident,
+    statistics: tuple[Sequence[float], Sequence[float]],
+    batch: int,
+) -> Tensor:
+    """Log-probabilities [N, C] in float32 on the CPU."""
+    training = net.training
+    net.eval()
+    dtype = next(net.parameters()).dtype
+    mean, std = (torch.tensor(v, device=pictures.device, dtype=dtype) for v in statistics)
+    found = []
+    for ids in torch.arange(len(pictures), device=pictures.device).split(batch):
+        images = normalise(pictures.take(ids), mean, std)
+        found.append(method.predict(net, images).float().cpu())
+    net.train(training)
+    return torch.cat(found)
+
+
+def measure(log_probs: Tensor, labels: Tensor, resamples: int = 0) -> dict[str, metrics.Interval]:
+    """Every metric of the predictions."""
+    return metrics.summary(probabilities(log_probs), labels, resamples=resamples)
+
+
+def probabilities(log_probs: Tensor) -> Tensor:
+    """Float64 probabilities that sum to one."""
+    return log_probs.double().log_softmax(-1).exp()
+
+
+def gap(log_probs: Tensor) -> Tensor:
+    """Largest logit distance of each picture [N]; log-probabilities keep logit differences."""
+    return log_probs.amax(-1) - log_probs.amin(-1)
+
+
+def load(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Probabilities and labels from a .npz (`probs` or `log_probs`, `labels`) or a .csv.
+
+    The .csv has a header; the column `label` holds class ids, every other column is the
+    probability of one class, in order.
+    """
+    if not path.is_file():
+        raise ValueError(f"There is no file {path}.")
+    return _load_npz(path) if path.suffix == ".npz" else _load_csv(path)
+
+
+def _load_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not a .npz file of plain arrays.") from error
+    if "labels" not in arrays or not {"probs", "log_probs"} & set(arrays):
+        raise ValueError(f"{path} must hold `labels` and `probs` (or `log_probs`).")
+    if "probs" in arrays:
+        return arrays["probs"], arrays["labels"]
+    return np.asarray(probabilities(torch.from_numpy(arrays["log_probs"]))), arrays["labels"]
+
+
+def _load_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.reader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a UTF-8 CSV file.") from error
+    if not rows or "label" not in rows[0]:
+        raise ValueError(f"{path} needs a header with the column `label`.")
+    place = rows[0].index("label")
+    probs, labels = [], []
+    for number, row in enumerate(rows[1:], start=2):
+        try:
+            labels.append(int(row[place]))
+            probs.append([float(cell) for k, cell in enumerate(row) if k != place])
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"{path}, row {number}: expected numbers under every column.") from error
+        if len(row) != len(rows[0]):
+            raise ValueError(f"{path}, row {number}: {len(row)} cells, the header {len(rows[0])}.")
+    return np.array(probs), np.array(labels, dtype=np.int64)

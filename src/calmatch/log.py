@@ -1,0 +1,133 @@
+"""What a run says: running sums on the device, lines in metrics.jsonl, a bar on the console."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from calmatch import parallel
+
+console = Console(stderr=True, highlight=False)
+
+
+class Sums:
+    """Running sums on the device; the host reads them only when a line is due."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        self.steps += 1
+        for name, value in values.items():
+            if name in self.totals:
+                self.totals[name] += value.detach()
+            else:
+                self.totals[name] = value.detach().clone()
+
+    def read(self) -> dict[str, Any]:
+        """Means since the last reading, with counts turned into shares; starts anew."""
+        means = {k: parallel.average(v) / max(1, self.steps) for k, v in self.totals.items()}
+        self.totals, self.steps = {}, 0
+        bins = means.pop("bins", None)
+        line: dict[str, Any] = {name: value.tolist() for name, value in means.items()}
+        if "agreeing" in line:
+            line["agree"] = _share(line.pop("agreeing"), line["accepted"])
+        if bins is not None:
+            known = line.pop("known")
+            line["pseudo_accuracy"] = _share(line.pop("right"), known)
+            line["pseudo_ece"] = _share(float((bins[1] - bins[2]).abs().sum()), known)
+        return line
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+class Lines:
+    """metrics.jsonl, a pure function of the config, and times.jsonl beside it."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """Continue after the first `keep` bytes; what a killed process wrote later is redone."""
+        self.path = folder / "metrics.jsonl"
+        self.file = self.path.open("ab")
+        self.file.truncate(keep)
+        self.times = (folder / "times.jsonl").open("a")
+        self.last: dict[str, Any] = {}
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(line).encode() + b"\n")
+        self.times.write(json.dumps({"step": line["step"], "unix": round(time.time(), 3)}) + "\n")
+        self.times.flush()
+
+    def size(self) -> int:
+        """Bytes written, on disk for certain."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return self.path.stat().st_size
+
+    def close(self) -> None:
+        self.size()
+        self.file.close()
+        self.times.close()
+
+
+class Bar:
+    """A progress bar with rate and time left; silent when quiet, piped, or not the first rank."""
+
+    def __init__(self, title: str, steps: int, start: int, quiet: bool) -> None:
+        show = not quiet and console.is_terminal and parallel.rank() == 0
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not show,
+        )
+        self.show, self.start, self.began = show, start, time.monotonic()
+        self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def update(self, step: int) -> None:
+        if self.show and (step % 5 == 0 or step == self.progress.tasks[0].total):
+            rate = (step - self.start) / max(1e-9, time.monotonic() - self.began)
+            self.progress.update(self.task, completed=step, rate=f"{rate:.0f} steps/s")
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """The words a person wants beside the bar."""
+        accepted = line.get("accepted")
+        if self.show and accepted is not None:
+            self.progress.update(self.task, note=f"pseudo-labels in use {accepted:.0%}")
+
+
+def tell(text: str, quiet: bool = False) -> None:
+    """A line for the person at the console."""
+    if not quiet and parallel.rank() == 0:
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, where it works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

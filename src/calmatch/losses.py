@@ -1,0 +1,162 @@
+"""How disagreement is punished: each loss maps a Term to a scalar, averaged over all its rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from calmatch import ops, parallel, spec
+from calmatch.core import Loss, Term, between
+
+Where = Literal["agree", "disagree", "all"]
+
+
+def cross_entropy(term: Term) -> Tensor:
+    """Cross-entropy to hard or soft targets."""
+    return (term.weight * _cross_entropy(term)).mean()
+
+
+def mse(term: Term) -> Tensor:
+    """Squared distance of probabilities, averaged over classes (unlike the Brier metric)."""
+    p = term.logits.softmax(-1)
+    return (term.weight * (p - ops.soft(term.target, p)).square().mean(-1)).mean()
+
+
+def kl(term: Term) -> Tensor:
+    """Kullback-Leibler divergence from the target to the prediction."""
+    q = ops.soft(term.target, term.logits)
+    return (term.weight * (_cross_entropy(term) + torch.special.xlogy(q, q).sum(-1))).mean()
+
+
+def smoothing(term: Term, *, alpha: float = 0.1, where: Where = "agree") -> Tensor:
+    """Cross-entropy with the target (1 - alpha) q + alpha / K inside `where`, plain outside."""
+    between("alpha", alpha, 0, 1)
+    inside = _inside(term, where)
+    flat = -term.logits.log_softmax(-1).mean(-1)
+    plain = _cross_entropy(term)
+    return (term.weight * torch.lerp(plain, flat, alpha * inside)).mean()
+
+
+def focal(term: Term, *, gamma: float = 2.0, where: Where = "agree") -> Tensor:
+    """Focal loss -sum_k q_k (1 - p_k)^gamma log p_k inside `where`, cross-entropy outside."""
+    between("gamma", gamma, 0, math.inf)
+    logp = term.logits.log_softmax(-1)
+    q = ops.soft(term.target, logp)
+    # 1 - p from the other classes' mass: exact where p is close to 1
+    factor = (-torch.expm1(logp)).clamp_min(torch.finfo(logp.dtype).tiny) ** gamma
+    focused = -(q * factor * logp).sum(-1)
+    inside = _inside(term, where)
+    return (term.weight * torch.where(inside > 0, focused, -(q * logp).sum(-1))).mean()
+
+
+def entropy(term: Term, *, weight: float = 0.1, where: Where = "all") -> Tensor:
+    """Confidence penalty: minus the entropy of the prediction (Pereyra et al., 2017)."""
+    logp = term.logits.log_softmax(-1)
+    return weight * (term.weight * _inside(term, where) * (logp.exp() * logp).sum(-1)).mean()
+
+
+def margin(
+    term: Term,
+    *,
+    m: float = 10.0,
+    weight: float = 0.1,
+    where: Where = "agree",
+    accepted: bool = True,
+    cap: float | None = None,
+) -> Tensor:
+    """The paper's penalty on logit distances beyond a margin, averaged over the selected rows.
+
+    `where="agree"` is the paper's U''. `accepted=False` drops the threshold, as the paper's
+    equation is written. `cap` states the margin as a ceiling on confidence instead.
+    """
+    if cap is not None:
+        m = cap_margin(cap, term.logits.shape[-1])
+    between("m", m, 0, math.inf)
+    share = (term.weight if accepted else torch.ones_like(term.weight)).detach()
+    share = share.clamp_min(0) * _inside(term, where)
+    top = term.logits.gather(-1, term.logits.argmax(-1, keepdim=True))  # first one on ties
+    beyond = (top - term.logits - m).relu().mean(-1)
+    # summed over ranks, so that the mean is over the whole batch's selected rows
+    selected = parallel.average(share.sum())
+    floor = torch.finfo(share.dtype).tiny
+    return weight * (share * beyond).sum() / selected.clamp_min(floor)
+
+
+def cap_margin(cap: float, classes: int) -> float:
+    """The margin at which confidence is at most `cap`.
+
+    >>> round(cap_margin(0.99, 10), 3)
+    6.792
+    """
+    between("cap", cap, 1 / classes, 1, strict=True)
+    return math.log((classes - 1) * cap / (1 - cap))
+
+
+def ceiling(m: float, classes: int) -> float:
+    """The confidence that a margin allows at most: 1 / (1 + (K - 1) e^-m).
+
+    >>> round(ceiling(4, 10), 3)
+    0.858
+    """
+    return 1 / (1 + (classes - 1) * math.exp(-m))
+
+
+LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "mse": mse,
+    "kl": kl,
+    "smoothing": smoothing,
+    "focal": focal,
+    "entropy": entropy,
+    "margin": margin,
+}
+REPLACING = ("smoothing", "focal")  # these contain the cross-entropy, so they cannot be added to it
+
+
+class Sum:
+    """Losses added up, and apart by name for the log."""
+
+    def __init__(self, parts: Mapping[str, Loss]) -> None:
+        self.parts = parts
+
+    def __call__(self, term: Term) -> Tensor:
+        return torch.stack([part(term) for part in self.parts.values()]).sum()
+
+
+def build(text: str) -> Loss:
+    """The loss a spec names, `"cross_entropy + margin(m=8)"` for example."""
+    parts: dict[str, functools.partial[Tensor]] = {}
+    for item in spec.added(text):
+        bound = spec.bind(item, LOSSES, "loss", given=1)
+        _try(bound, text)
+        name = item.name.rpartition(".")[2]
+        same = sum(key.split("#")[0] == name for key in parts)
+        parts[f"{name}#{same + 1}" if same else name] = bound
+    return next(iter(parts.values())) if len(parts) == 1 else Sum(parts)
+
+
+def _try(loss: functools.partial[Tensor], text: str) -> None:
+    """Show a loss one row, so that a bad setting is an error now and not at the first step."""
+    row = Term(torch.zeros(1, 1000), torch.zeros(1, dtype=torch.long), torch.ones(1))
+    value = loss(row)
+    if not isinstance(value, Tensor) or value.ndim:
+        raise spec.SpecError(f"The loss {text!r} does not return one number.")
+
+
+def _cross_entropy(term: Term) -> Tensor:
+    logp = term.logits.log_softmax(-1)
+    if term.target.ndim == 1:
+        return -logp.gather(-1, term.target[:, None])[:, 0]
+    return -(term.target * logp).sum(-1)
+
+
+def _inside(term: Term, where: Where) -> Tensor:
+    """1 for the rows that `where` means, 0 for the others."""
+    agree = (term.logits.argmax(-1) == ops.ids(term.target)).to(term.weight.dtype)
+    return {"agree": agree, "disagree": 1 - agree, "all": torch.ones_like(agree)}[where]
+

@@ -1,0 +1,106 @@
+"""Parameter groups with layer decay, optimizers, and the field's learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EXEMPT = ("pos_embed", "cls_token")  # as one-dimensional parameters, never decayed
+
+
+def factor(step: int, steps: int, warmup: int, schedule: str = "cosine") -> float:
+    """Learning rate at a step, relative to the highest: linear warm-up, then cos(7 pi t / 16)."""
+    if step < warmup:
+        return step / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup) / max(1, steps - warmup)
+    return max(0.0, math.cos(math.pi * 7 / 16 * progress))
+
+
+def layers(names: list[str]) -> dict[str, int]:
+    """Depth of each parameter, 0 nearest the picture.
+
+    Transformers: embeddings 0, block i is i + 1, the final norm joins the last block, the head is
+    one more. Other networks: top-level modules in order.
+    """
+    blocks = [int(found[1]) for name in names if (found := re.match(r"blocks\.(\d+)\.", name))]
+    if not blocks:
+        order = list(dict.fromkeys(name.split(".")[0] for name in names))
+        return {name: order.index(name.split(".")[0]) for name in names}
+    last = max(blocks) + 1
+
+    def depth(name: str) -> int:
+        if found := re.match(r"blocks\.(\d+)\.", name):
+            return int(found[1]) + 1
+        if name.startswith(("cls_token", "pos_embed", "patch_embed")):
+            return 0
+        return last if name.startswith("norm") else last + 1
+
+    return {name: depth(name) for name in names}
+
+
+def rates(
+    shapes: Mapping[str, int], weight_decay: float, layer_decay: float
+) -> dict[str, tuple[float, float]]:
+    """Relative learning rate and weight decay of each body parameter, given its dimensions."""
+    depth = layers(list(shapes))
+    top = max(depth.values())
+    return {
+        name: (
+            layer_decay ** (top - depth[name]),
+            0.0 if dims <= 1 or name.split(".")[-1] in EXEMPT else weight_decay,
+        )
+        for name, dims in shapes.items()
+    }
+
+
+def groups(
+    net: nn.Module,
+    lr: float,
+    weight_decay: float,
+    layer_decay: float,
+    special: Mapping[str, Mapping[str, float]],
+) -> list[dict[str, Any]]:
+    """Optimizer groups of `net.body` and `net.heads`; each remembers its highest rate as `peak`."""
+    body = {k: p for k, p in net.named_parameters() if k.startswith("body.") and p.requires_grad}
+    plain = rates({k[5:]: p.ndim for k, p in body.items()}, weight_decay, layer_decay)
+    found: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+    for name, parameter in net.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name in body:
+            scale, decay = plain[name[5:]]
+            found[lr * scale, decay].append(parameter)
+        else:
+            own = special.get(name.split(".")[1], {})
+            decay = own.get("weight_decay", 0.0 if parameter.ndim <= 1 else weight_decay)
+            found[own.get("lr", lr), decay].append(parameter)
+    return [
+        {"params": params, "peak": peak, "lr": torch.tensor(peak), "weight_decay": decay}
+        for (peak, decay), params in found.items()
+    ]
+
+
+def build(
+    name: str, parameters: list[dict[str, Any]], momentum: float, device: torch.device
+) -> torch.optim.Optimizer:
+    """AdamW or SGD with Nesterov momentum, with learning rates held in tensors."""
+    for group in parameters:
+        group["lr"] = group["lr"].to(device)
+    if name == "sgd":
+        nesterov = momentum > 0
+        return torch.optim.SGD(parameters, momentum=momentum, nesterov=nesterov, fused=True)
+    return torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, relative: float) -> None:
+    """Give every group this share of its highest rate."""
+    for group in optimizer.param_groups:
+        group["lr"].fill_(group["peak"] * relative)

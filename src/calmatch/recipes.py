@@ -1,0 +1,31 @@
+"""Named runs: functions that return a Config, each with the protocol it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from calmatch.config import Config
+
+
+def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
+    """scikit-learn's digits with 4 labels a class: seconds on a laptop."""
+    config = Config(
+        dataset="digits",
+        labels=40,
+        method=method,
+        net="small(width=16)",
+        weak="translate(0.1)",
+        strong="rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)",
+        batch=20,
+        ratio=3,
+        steps=600,
+        lr=6e-3,
+        warmup=20,
+        log_every=50,
+        eval_every=200,
+    )
+    return config.replace(**changes)
+
+
+RECIPES: Mapping[str, Callable[..., Config]] = {"digits_40": digits_40}

@@ -1,0 +1,213 @@
+"""Run folders: what is written at the start and at the end of a run, and read back from it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from calmatch import checkpoint, evaluate, log, parallel
+from calmatch.config import Config
+from calmatch.setup import Parts
+
+FREE = ("device", "compile", "eval_batch")  # may change when a run is continued
+VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
+
+
+class Run(NamedTuple):
+    """A finished run: its folder, its config and its result."""
+
+    folder: Path
+    config: Config
+    result: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return str(self.result["title"])
+
+    def lines(self, kind: str = "train") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of one kind."""
+        with (self.folder / "metrics.jsonl").open() as file:
+            return [line for line in map(json.loads, file) if line["kind"] == kind]
+
+    def predictions(self) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [N, C] and labels [N] of the test set."""
+        with np.load(self.folder / "predictions.npz", allow_pickle=False) as found:
+            return torch.from_numpy(found["log_probs"]), torch.from_numpy(found["labels"])
+
+
+def name(config: Config) -> str:
+    """A folder name a person can read, with a hash that tells configs apart."""
+    words = re.sub(r"[^\w.]+", "-", f"{config.dataset}-{config.labels}-{config.method}-{config.penalty}")
+    code = hashlib.blake2b(json.dumps(config.dump()).encode(), digest_size=4).hexdigest()
+    return f"{words.strip('-')[:60]}-s{config.seed}-{code}"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """The lock of a run folder, held by the first rank."""
+    with checkpoint.lock(folder) if parallel.rank() == 0 else nullcontext():
+        yield
+
+
+def load(folder: Path) -> Run:
+    """A finished run from its folder."""
+    try:
+        config = Config().replace(**json.loads((folder / "config.json").read_text("utf-8")))
+        result = json.loads((folder / "result.json").read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is not the folder of a finished run.") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder} cannot be read as a run folder: {error}") from error
+    return Run(folder, config, result)
+
+
+def finished(folder: Path, config: Config) -> Run | None:
+    """The run in this folder if it is done; a ValueError if it is another run."""
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    try:
+        before = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged; choose another --out.") from error
+    other = [k for k, v in config.dump().items() if before.get(k) != v and k not in FREE]
+    if other:
+        key = other[0]
+        raise ValueError(
+            f"{folder} holds a run with {key}={before.get(key)!r}, not {config.dump()[key]!r}; "
+            f"choose another --out."
+        )
+    return load(folder) if (folder / "result.json").exists() else None
+
+
+def begin(folder: Path, config: Config, parts: Parts) -> None:
+    """Write what is known before the first step."""
+    if parallel.rank() > 0 or (folder / "split.json").exists():
+        return
+    checkpoint.write_json(folder / "config.json", config.dump())
+    checkpoint.write_json(folder / "environment.json", environment(parts.device))
+    rule = {"rule": "usb", "seed": config.split_seed, "dataset": config.dataset}
+    checkpoint.write(folder / "split.json", json.dumps({**rule, **parts.split._asdict()}))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and hardware that a result depends on."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {package: metadata.version(package) for package in VERSIONS},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "threads": torch.get_num_threads(),
+        "ranks": parallel.world(),
+    }
+
+
+def measure(config: Config, parts: Parts) -> dict[str, dict[str, float]]:
+    """Metrics of the weights of now on each set."""
+    values = {}
+    for split, (pictures, labels) in parts.sets.items():
+        log_probs = evaluate.predict(
+            parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
+        )
+        found = evaluate.measure(log_probs, labels)
+        values[split] = {metric: item.value for metric, item in found.items()}
+    return values
+
+
+def finish(
+    folder: Path, config: Config, parts: Parts, best: Mapping[str, Tensor], quiet: bool
+) -> Run:
+    """Predict the test set with the chosen weights and write everything that outlives the run."""
+    net = parts.judged
+    if best:
+        net.load_state_dict(best)
+    pictures, labels = parts.sets["test"]
+    log_probs = evaluate.predict(net, parts.method, pictures, parts.statistics, config.eval_batch)
+    if parallel.rank() == 0:
+        log.tell("Measuring, with bootstrap intervals ...", quiet)
+        _write_model(folder, config, parts)
+        packed = io.BytesIO()
+        np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy())
+        checkpoint.write(folder / "predictions.npz", packed.getvalue())
+        checkpoint.write_json(
+            folder / "result.json", _result(folder, config, parts, log_probs, labels)
+        )
+    if parallel.world() > 1:
+        torch.distributed.barrier()
+    return load(folder)
+
+
+def _result(
+    folder: Path, config: Config, parts: Parts, log_probs: Tensor, labels: Tensor
+) -> dict[str, Any]:
+    gaps = evaluate.gap(log_probs.double())
+    spread = 1.96 * float(gaps.std()) / len(gaps) ** 0.5
+    metrics = {k: v._asdict() for k, v in evaluate.measure(log_probs, labels, resamples=500).items()}
+    mean = float(gaps.mean())
+    metrics["gap"] = {"value": mean, "low": mean - spread, "high": mean + spread}
+    with (folder / "metrics.jsonl").open() as file:
+        last = [line for line in map(json.loads, file) if line["kind"] == "train"][-1]
+    if last.get("agree") is not None:
+        metrics["agree"] = _agreement(last, config, parts)
+    return {
+        "title": parts.title,
+        "classes": list(parts.classes),
+        "steps": config.steps,
+        "selected": "best error on the TEST set (leaky)"
+        if config.protocol == "paper"
+        else config.select,
+        "leaky": config.protocol == "paper",
+        "weights": "ema" if parts.momentum else "last",
+        "pictures": {
+            "labelled": len(parts.split.labelled),
+            "unlabelled": len(parts.split.unlabelled),
+            "validation": len(parts.split.validation),
+            "test": len(labels),
+        },
+        "metrics": metrics,
+        "interval": "95 % bootstrap over test pictures, one seed",
+        "notes": parts.notes,
+    }
+
+
+def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[str, float]:
+    """Share of agreeing samples among accepted ones in the last log interval, Wilson interval."""
+    steps = (config.steps - 1) % config.log_every + 1
+    n = max(1.0, last["accepted"] * steps * parts.batches.orders["u"].batch)
+    p, z = last["agree"], 1.96
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    spread = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    return {"value": p, "low": middle - spread, "high": middle + spread}
+
+
+def _write_model(folder: Path, config: Config, parts: Parts) -> None:
+    tensors = {f"net/{k}": v for k, v in parts.judged.state_dict().items()}
+    tensors |= {f"method/{k}": v for k, v in parts.method.state_dict().items()}
+    held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    checkpoint.write(folder / "model.safetensors", safetensors.torch.save(held))
+    checkpoint.write_json(
+        folder / "model.json",
+        {
+            "format": 1,
+            "net": config.net,
+            "method": config.method,
+            "classes": list(parts.classes),
+            "size": parts.size,
+            "mean": list(parts.statistics[0]),
+            "std": list(parts.statistics[1]),
+            "versions": environment(parts.device)["versions"],
+        },
+    )

@@ -1,0 +1,188 @@
+"""From a Config to the parts of a run: data, split, network, method, losses, batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from calmatch import augment, data, losses, methods, nets, parallel, spec
+from calmatch.config import Config
+from calmatch.core import Loss, Method, Task
+from calmatch.data.batches import Batches, stream_seed
+from calmatch.data.resident import Resident
+from calmatch.data.split import Split, split
+
+
+@dataclass
+class Parts:
+    """The parts of a run."""
+
+    device: torch.device
+    classes: tuple[str, ...]
+    statistics: tuple[Sequence[float], Sequence[float]]
+    split: Split
+    sets: dict[str, tuple[Resident, Tensor]]  # test, and validation where there is one
+    truth: Tensor  # [unlabelled] class ids, -1 unknown
+    net: nets.Net
+    ema: nets.Net
+    momentum: float
+    method: Method
+    labelled_loss: Loss
+    unlabelled_loss: Loss
+    batches: Batches
+    size: int
+    title: str
+    notes: list[str]
+
+    @property
+    def judged(self) -> nets.Net:
+        """The network whose predictions count."""
+        return self.ema if self.momentum else self.net
+
+
+def prepare(config: Config) -> Parts:
+    """Build everything a run needs; a mistake in the config is a ValueError."""
+    device = pick_device(config.device)
+    dataset = data.build(config.dataset)
+    labels = dataset.labels
+    chosen = split(
+        labels.numpy(),
+        config.labels,
+        config.split_seed,
+        validation=config.validation,
+        include_labelled=config.include_labelled,
+    )
+    size = dataset.images.shape[-1]
+    rows = {name: torch.tensor(ids, dtype=torch.long) for name, ids in chosen._asdict().items()}
+    sets = {"test": (Resident(dataset.test_images, device), dataset.test_labels)}
+    if chosen.validation:
+        held = rows["validation"]
+        sets["validation"] = (Resident(dataset.images[held], device), labels[held])
+    method, net = _model(config, labels[rows["labelled"]], len(chosen.unlabelled), dataset, device)
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    net, method = net.to(device, dtype), method.to(device, dtype)
+    momentum = method.ema if config.ema is None else config.ema
+    ema = copy.deepcopy(net).requires_grad_(False) if momentum else net
+    labelled_loss, unlabelled_loss = _losses(config, method)
+    batch, unlabelled_batch, notes = _sizes(config, chosen)
+    batches = Batches(
+        method,
+        Resident(dataset.images[rows["labelled"]], device),
+        labels[rows["labelled"]].to(device),
+        Resident(dataset.images[rows["unlabelled"]], device),
+        {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)},
+        (dataset.mean, dataset.std),
+        batch=batch,
+        unlabelled_batch=unlabelled_batch,
+        seed=config.seed,
+        chunk=config.chunk,
+        dtype=dtype,
+    )
+    return Parts(
+        device=device,
+        classes=dataset.classes,
+        statistics=(dataset.mean, dataset.std),
+        split=chosen,
+        sets=sets,
+        truth=labels[rows["unlabelled"]].to(device),
+        net=net,
+        ema=ema,
+        momentum=momentum,
+        method=method,
+        labelled_loss=labelled_loss,
+        unlabelled_loss=unlabelled_loss,
+        batches=batches,
+        size=size,
+        title=title(config),
+        notes=notes + warnings(config, method, len(dataset.classes)),
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a config names; `auto` is the first of cuda, mps and cpu that is there."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        name = next(kind for kind, found in there.items() if found)
+    if not there.get(name.partition(":")[0], False):
+        raise ValueError(f"There is no device {name!r} here; use --device auto or cpu.")
+    return torch.device(name)
+
+
+def title(config: Config) -> str:
+    """A run in a few words."""
+    penalty = f" + {config.penalty}" if config.penalty else ""
+    return f"{config.method}{penalty}"
+
+
+def warnings(config: Config, method: Method, classes: int) -> list[str]:
+    """What a person should know before hours are spent."""
+    threshold = float(getattr(method, "threshold", 0.0))
+    notes = []
+    for text in (config.penalty, config.unlabelled_loss):
+        for part in spec.added(text) if text else []:
+            if part.name != "margin":
+                continue
+            cap = part.kwargs.get("cap")
+            m = float(part.kwargs.get("m", part.args[0] if part.args else 10.0))
+            limit = losses.ceiling(m, classes) if cap is None else float(cap)
+            if limit < threshold:
+                notes.append(
+                    f"Warning: {part.name} caps confidence at {limit:.3f}, under the threshold "
+                    f"{threshold} of {config.method}: it will run out of pseudo-labels. Raise m "
+                    f"or lower the threshold."
+                )
+    return notes
+
+
+def _model(
+    config: Config, labels: Tensor, unlabelled: int, dataset: data.Dataset, device: torch.device
+) -> tuple[Method, nets.Net]:
+    with torch.random.fork_rng():
+        torch.manual_seed(stream_seed(config.seed, 0))
+        classes = len(dataset.classes)
+        body = nets.body(config.net, classes)
+        size = dataset.images.shape[-1]
+        task = Task(
+            classes=classes,
+            labelled=len(labels),
+            unlabelled=unlabelled,
+            features=nets.feature_size(body, size),
+            steps=config.steps,
+            counts=tuple(int((labels == k).sum()) for k in range(classes)),
+        )
+        method = methods.build(config.method, task)
+        net = nets.Net(body, method.heads(), bf16=config.precision == "bf16")
+    parallel.synchronised(net)
+    return method, net
+
+
+def _losses(config: Config, method: Method) -> tuple[Loss, Loss]:
+    labelled = config.labelled_loss or method.losses["labelled"]
+    unlabelled = config.unlabelled_loss or method.losses["unlabelled"]
+    if config.penalty:
+        unlabelled = f"{unlabelled} + {config.penalty}"
+    return losses.build(labelled), losses.build(unlabelled)
+
+
+def _sizes(config: Config, chosen: Split) -> tuple[int, int, list[str]]:
+    """Batch sizes, cut to what there is and to a multiple of the ranks."""
+    notes = []
+    sizes = []
+    wanted = {"labelled": config.batch, "unlabelled": config.batch * config.ratio}
+    for side, size in wanted.items():
+        there = len(getattr(chosen, side))
+        cut = min(size, there) // parallel.world() * parallel.world()
+        if cut == 0:
+            raise ValueError(f"{there} {side} pictures are too few to train on.")
+        if cut < size:
+            notes.append(f"There are {there} {side} pictures, so batches hold {cut}, not {size}.")
+        sizes.append(cut)
+    return sizes[0], sizes[1], notes

@@ -1,0 +1,199 @@
+"""Spec strings: `name(literal, key=literal)`, chained with `|` or added with `+`. Never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+LONGEST = 2000  # characters; a spec is a line, not a program
+
+
+class Spec(NamedTuple):
+    """A component's name and its literal arguments."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class SpecError(ValueError):
+    """A spec string that names nothing, or names it wrongly."""
+
+
+def parse(text: str) -> Spec:
+    """One component.
+
+    >>> parse("margin(m=8)")
+    Spec(name='margin', args=(), kwargs={'m': 8})
+    """
+    parts = _split(text, ast.BitOr)
+    if len(parts) != 1:
+        raise SpecError(f"Expected one component, but {text!r} chains {len(parts)}.")
+    return parts[0]
+
+
+def chain(text: str) -> list[Spec]:
+    """Components joined by `|`, as transforms are."""
+    return _split(text, ast.BitOr)
+
+
+def added(text: str) -> list[Spec]:
+    """Components joined by `+`, as losses are."""
+    return _split(text, ast.Add)
+
+
+def dotted(text: str) -> list[str]:
+    """The dotted names in a spec: what would be imported."""
+    parts = [deeper for part in _nodes(text, ast.Add) for deeper in _joined(part, ast.BitOr)]
+    return [name for part in parts if "." in (name := _component(part, text).name)]
+
+
+def _split(text: str, joint: type[ast.operator]) -> list[Spec]:
+    return [_component(part, text) for part in _nodes(text, joint)]
+
+
+def _nodes(text: str, joint: type[ast.operator]) -> list[ast.expr]:
+    if len(text) > LONGEST:
+        raise SpecError(f"A spec is at most {LONGEST} characters long; this one has {len(text)}.")
+    try:
+        return _joined(ast.parse(text.strip(), mode="eval").body, joint)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _unreadable(text) from error
+
+
+def _joined(node: ast.expr, joint: type[ast.operator]) -> list[ast.expr]:
+    nodes: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, joint):
+        nodes.append(node.right)
+        node = node.left
+    return [node, *reversed(nodes)]
+
+
+def _unreadable(text: str) -> SpecError:
+    return SpecError(f"{text!r} is not a spec: write name or name(key=value) with plain values.")
+
+
+def _component(node: ast.expr, text: str) -> Spec:
+    args: list[ast.expr] = []
+    keywords: list[ast.keyword] = []
+    if isinstance(node, ast.Call):
+        node, args, keywords = node.func, node.args, node.keywords
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        raise SpecError(f"{text!r} is not a spec: a component starts with its name.")
+    if any(key.arg is None for key in keywords):
+        raise SpecError(f"{text!r} is not a spec: ** is not allowed.")
+    name = ".".join([node.id, *reversed(names)])
+    try:
+        values = tuple(ast.literal_eval(arg) for arg in args)
+        named = {str(key.arg): ast.literal_eval(key.value) for key in keywords}
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise _unreadable(text) from error
+    return Spec(name, values, named)
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """A sentence that lists the known names and suggests the nearest."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(known)}."
+
+
+def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Callable[..., Any]:
+    """Look a name up; a dotted one is imported and must be callable."""
+    if name in table:
+        return table[name]
+    if "." not in name:
+        raise SpecError(f"There is no {kind} called {name!r}.{nearest(name, table)}")
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(f"Cannot import the {kind} {name!r}: {error}.") from error
+    if not callable(found):
+        raise SpecError(f"{name!r} is not a {kind}.")
+    return typing.cast(Callable[..., Any], found)
+
+
+def bind(
+    spec: Spec, table: Mapping[str, Callable[..., Any]], kind: str, given: int = 0
+) -> functools.partial[Any]:
+    """The component with its arguments bound and checked.
+
+    `given` leading parameters (a task, a term) are supplied later by the caller; positional
+    arguments of the spec follow them.
+    """
+    target = find(spec.name, table, kind)
+    parameters = list(inspect.signature(target).parameters.values())[given:]
+    allowed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [p.name for p in allowed]
+    open_ended = len(allowed) < len(parameters)
+    if len(spec.args) > len(names):
+        raise SpecError(f"{kind} {spec.name!r} takes at most {len(names)} arguments.")
+    values = dict(zip(names, spec.args, strict=False))
+    for key, value in spec.kwargs.items():
+        if key not in names and not open_ended:
+            raise SpecError(f"{kind} {spec.name!r} has no argument {key!r}.{nearest(key, names)}")
+        if key in values:
+            raise SpecError(f"{kind} {spec.name!r} got the argument {key!r} twice.")
+        values[key] = value
+    hints = _hints(target)
+    for key, value in values.items():
+        _check_type(f"{spec.name}({key}=...)", value, hints.get(key, Any))
+    missing = [p.name for p in allowed if p.default is p.empty and p.name not in values]
+    if missing:
+        raise SpecError(f"{kind} {spec.name!r} needs the argument {missing[0]!r}.")
+    return functools.partial(target, **values)
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)  # type: ignore[misc]
+    except (NameError, TypeError):
+        return {}
+
+
+def _check_type(where: str, value: Any, hint: Any) -> None:
+    if not fits(value, hint):
+        raise SpecError(f"{where} is {value!r}, but it takes {kind(hint)}.")
+
+
+def kind(hint: Any) -> str:
+    """A type in words.
+
+    >>> kind(float | None), kind(typing.Literal["a", "b"])
+    ('a number or nothing', "'a' or 'b'")
+    """
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(kind(option) for option in typing.get_args(hint))
+    if origin is typing.Literal:
+        return " or ".join(repr(option) for option in typing.get_args(hint))
+    words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
+    return words.get(hint, "nothing" if hint is types.NoneType else str(hint))
+
+
+def fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, option) for option in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    return value is None if hint is types.NoneType else True

@@ -1,0 +1,224 @@
+"""The loop: it alone owns time. What happens in a step is written here, in order."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calmatch import checkpoint, config as configs, log, optim, parallel, results
+from calmatch.config import Config
+from calmatch.core import Batch, Objective
+from calmatch.data.batches import stream_seed
+from calmatch.setup import Parts, pick_device, prepare
+
+
+class Stopped(Exception):
+    """A signal asked the run to end; its checkpoint is written."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"Stopped by signal {number}; the same command continues.")
+        self.exit_code = 128 + number
+
+
+@dataclass
+class Training:
+    """Everything that changes while a run goes on."""
+
+    config: Config
+    parts: Parts
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    sums: log.Sums = field(default_factory=log.Sums)
+    best: dict[str, Tensor] = field(default_factory=dict)
+    best_value: float | None = None
+
+    def advance(self, batch: Batch) -> None:
+        """One training step."""
+        config, parts = self.config, self.parts
+        torch.manual_seed(stream_seed(config.seed, 6, self.step))  # dropout and drop-path
+        rate = optim.factor(self.step, config.steps, config.warmup, config.schedule)
+        optim.set_rate(self.optimizer, rate)
+        values, state = self.objective(batch)
+        values["loss"].backward()
+        parts.method.commit(state)
+        if config.clip:
+            nn.utils.clip_grad_norm_(parts.net.parameters(), config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if parts.momentum:
+            follow(parts.ema, parts.net, parts.momentum)
+        self.sums.add(values)
+        self.step += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state by name, for a checkpoint."""
+        found = {f"net/{k}": v for k, v in self.parts.net.state_dict().items()}
+        if self.parts.momentum:
+            found |= {f"ema/{k}": v for k, v in self.parts.ema.state_dict().items()}
+        found |= {f"method/{k}": v for k, v in self.parts.method.state_dict().items()}
+        found |= {f"best/{k}": v for k, v in self.best.items()}
+        found |= {f"sums/{k}": v for k, v in self.sums.totals.items()}
+        for name, parameter in self.parts.net.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+        """Take up the state of a checkpoint."""
+        held = {k: v.to(self.parts.device) for k, v in tensors.items()}
+        self.parts.net.load_state_dict(_under("net/", held))
+        if self.parts.momentum:
+            self.parts.ema.load_state_dict(_under("ema/", held))
+        self.parts.method.load_state_dict(_under("method/", held))
+        self.best, self.sums.totals = _under("best/", held), _under("sums/", held)
+        self.step, self.sums.steps = int(note["step"]), int(note["sums"])
+        self.best_value = note["best"]
+        for name, parameter in self.parts.net.named_parameters():
+            # fused steps keep their step count on the parameter's device
+            if own := _under(f"optimizer/{name}/", held):
+                self.optimizer.state[parameter] = own
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+@torch.no_grad()
+def follow(ema: nn.Module, net: nn.Module, momentum: float) -> None:
+    """Move averaged weights towards the net's; counters are copied."""
+    pairs = list(zip(ema.state_dict().values(), net.state_dict().values(), strict=True))
+    floats = [pair for pair in pairs if pair[0].is_floating_point()]
+    torch._foreach_lerp_([a for a, _ in floats], [b for _, b in floats], 1 - momentum)
+    for mean, value in pairs:
+        if not mean.is_floating_point():
+            mean.copy_(value)
+
+
+def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> results.Run:
+    """Train one run into its folder; the same call again continues or returns it.
+
+    Args:
+        config: what to run; see `recipes`.
+        out: the run folder; by default `runs/` and a name made from the config.
+        quiet: no progress bar and no lines.
+    """
+    configs.check(config)
+    folder = Path(out) if out is not None else Path("runs") / results.name(config)
+    with parallel.started(pick_device(config.device)), results.held(folder):
+        if run := results.finished(folder, config):
+            log.tell(f"{folder} is finished already.", quiet)
+            return run
+        with torch.random.fork_rng(), _signals() as asked:
+            return _train(config, folder, quiet, asked)
+
+
+def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> results.Run:
+    parts = prepare(config)
+    results.begin(folder, config, parts)
+    for line in parts.notes:
+        log.tell(line, quiet)
+    run = _start(config, parts)
+    keep = 0
+    if found := checkpoint.newest(folder / "checkpoint"):
+        tensors, note, complaints = found
+        run.restore(tensors, note)
+        keep = int(note["lines"])
+        for line in [*complaints, f"Continuing {folder} at step {run.step:,}."]:
+            log.tell(line, quiet)
+    lines = log.Lines(folder, keep)
+    with log.Bar(parts.title, config.steps, run.step, quiet) as bar:
+        while run.step < config.steps:
+            run.advance(parts.batches[run.step])
+            bar.update(run.step)
+            if due(run.step, config.log_every, config.steps):
+                _log(run, lines, bar)
+            if due(run.step, config.eval_every, config.steps):
+                _evaluate(run, lines)
+            every = config.checkpoint_every or max(1, config.steps // 10)
+            if due(run.step, every, config.steps) or asked:
+                _save(run, folder, lines)
+            if asked and run.step < config.steps:
+                lines.close()
+                raise Stopped(asked[0])
+    lines.close()
+    return results.finish(folder, config, parts, run.best, quiet)
+
+
+def due(step: int, every: int, total: int) -> bool:
+    """Whether something done every so many steps, and at the end, is due."""
+    return step == total or (every > 0 and step % every == 0)
+
+
+def _start(config: Config, parts: Parts) -> Training:
+    truth = parts.truth if bool((parts.truth >= 0).any()) else None
+    ema = parts.ema if parts.momentum else None
+    objective: nn.Module = Objective(
+        parts.net, parts.method, parts.labelled_loss, parts.unlabelled_loss, ema, truth
+    )
+    if config.compile:
+        objective.compile(fullgraph=True)
+    if parallel.world() > 1:
+        objective = nn.parallel.DistributedDataParallel(objective, static_graph=True)
+    groups = optim.groups(
+        parts.net, config.lr, config.weight_decay, config.layer_decay, parts.method.optim
+    )
+    optimizer = optim.build(config.optimizer, groups, config.momentum, parts.device)
+    return Training(config, parts, objective, optimizer)
+
+
+def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
+    rate = float(run.optimizer.param_groups[0]["lr"])
+    line = {"step": run.step, "kind": "train", "lr": rate, **run.sums.read()}
+    lines.write(line)
+    bar.note(line)
+
+
+def _evaluate(run: Training, lines: log.Lines) -> None:
+    """Measure the weights of now; keep them if they are the best so far where that is asked."""
+    measured = results.measure(run.config, run.parts)
+    for split, values in measured.items():
+        lines.write({"step": run.step, "kind": split, **values})
+    if (metric := configs.selection(run.config)) is None:
+        return
+    value = measured["test" if run.config.protocol == "paper" else "validation"][metric]
+    if run.best_value is None or value < run.best_value:
+        run.best_value = value
+        run.best = copy.deepcopy(dict(run.parts.judged.state_dict()))
+
+
+def _save(run: Training, folder: Path, lines: log.Lines) -> None:
+    if parallel.rank() == 0:
+        note = {"lines": lines.size(), "sums": run.sums.steps, "best": run.best_value}
+        checkpoint.save(folder / "checkpoint", run.step, run.tensors(), note)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM, to be answered between steps; a second one ends at once."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
