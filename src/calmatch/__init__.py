@@ -27,11 +27,8 @@ if TYPE_CHECKING:
     from calmatch.trainer import train
 
 __version__ = "0.1.0"
-_CORE = (
-    "Batch Loss Method Metric Objective Output Plan Task Term Transform apart frozen"
-).split()
-_MODULES = "augment data losses methods metrics nets recipes".split()
-_WHERE = {name: ("calmatch.core", name) for name in _CORE} | {
+_MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "recipes"]
+_WHERE = {
     "Config": ("calmatch.config", "Config"),
     "Run": ("calmatch.results", "Run"),
     "load_run": ("calmatch.results", "load"),
@@ -68,7 +65,7 @@ def __getattr__(name: str) -> Any:
     """Import on first use, so that the command line answers at once."""
     if name in _MODULES:
         return importlib.import_module(f"calmatch.{name}")
-    if name in _WHERE:
-        module, attribute = _WHERE[name]
+    if name in __all__:
+        module, attribute = _WHERE.get(name, ("calmatch.core", name))
         return getattr(importlib.import_module(module), attribute)
     raise AttributeError(f"module 'calmatch' has no attribute {name!r}")

@@ -48,7 +48,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.flatten().view(torch.uint8).numpy())
+        total.update(tensor.flatten().view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

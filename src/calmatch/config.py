@@ -126,7 +126,16 @@ def load(path: Path, default: Config, trust: bool = False) -> Config:
     return config
 
 
-SPECS = ("dataset", "method", "net", "labelled_loss", "unlabelled_loss", "penalty", "weak", "strong")
+SPECS = (
+    "dataset",
+    "method",
+    "net",
+    "labelled_loss",
+    "unlabelled_loss",
+    "penalty",
+    "weak",
+    "strong",
+)
 
 
 def imports(config: Config) -> list[str]:
@@ -136,7 +145,15 @@ def imports(config: Config) -> list[str]:
     return [name for name in names if not name.startswith("timm.")]
 
 
-LEAST = {"labels": 1, "batch": 1, "ratio": 1, "steps": 1, "log_every": 1, "chunk": 1, "eval_batch": 1}
+LEAST = {
+    "labels": 1,
+    "batch": 1,
+    "ratio": 1,
+    "steps": 1,
+    "log_every": 1,
+    "chunk": 1,
+    "eval_batch": 1,
+}
 SHARES = ("validation", "momentum", "layer_decay", "ema")
 
 
@@ -146,7 +163,9 @@ def check(config: Config) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if not spec.fits(value, hints[field.name]):
-            raise ValueError(f"{field.name} cannot be {value!r}; it takes {spec.kind(hints[field.name])}.")
+            raise ValueError(
+                f"{field.name} cannot be {value!r}; it takes {spec.kind(hints[field.name])}."
+            )
         if isinstance(value, int | float) and not math.isfinite(value):
             raise ValueError(f"{field.name} must be a finite number, not {value}.")
         least = LEAST.get(field.name, 0)

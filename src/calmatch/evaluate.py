@@ -93,7 +93,9 @@ def _load_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
             labels.append(int(row[place]))
             probs.append([float(cell) for k, cell in enumerate(row) if k != place])
         except (ValueError, IndexError) as error:
-            raise ValueError(f"{path}, row {number}: expected numbers under every column.") from error
+            raise ValueError(
+                f"{path}, row {number}: expected numbers under every column."
+            ) from error
         if len(row) != len(rows[0]):
             raise ValueError(f"{path}, row {number}: {len(row)} cells, the header {len(rows[0])}.")
     return np.array(probs), np.array(labels, dtype=np.int64)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,7 +36,9 @@ class Sums:
 
     def read(self) -> dict[str, Any]:
         """Means since the last reading, with counts turned into shares; starts anew."""
-        means = {k: parallel.average(v) / max(1, self.steps) for k, v in self.totals.items()}
+        means = {
+            k: parallel.average(v) / max(1, self.steps) for k, v in sorted(self.totals.items())
+        }
         self.totals, self.steps = {}, 0
         bins = means.pop("bins", None)
         line: dict[str, Any] = {name: value.tolist() for name, value in means.items()}
@@ -76,8 +77,10 @@ class Lines:
         os.fsync(self.file.fileno())
         return self.path.stat().st_size
 
-    def close(self) -> None:
-        self.size()
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.file.close()
         self.times.close()
 
@@ -104,9 +107,7 @@ class Bar:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
     def update(self, step: int) -> None:

@@ -30,7 +30,8 @@ def mse(term: Term) -> Tensor:
 def kl(term: Term) -> Tensor:
     """Kullback-Leibler divergence from the target to the prediction."""
     q = ops.soft(term.target, term.logits)
-    return (term.weight * (_cross_entropy(term) + torch.special.xlogy(q, q).sum(-1))).mean()
+    surplus: Tensor = torch.special.xlogy(q, q).sum(-1)  # minus the target's own entropy
+    return (term.weight * (_cross_entropy(term) + surplus)).mean()
 
 
 def smoothing(term: Term, *, alpha: float = 0.1, where: Where = "agree") -> Tensor:
@@ -159,4 +160,3 @@ def _inside(term: Term, where: Where) -> Tensor:
     """1 for the rows that `where` means, 0 for the others."""
     agree = (term.logits.argmax(-1) == ops.ids(term.target)).to(term.weight.dtype)
     return {"agree": agree, "disagree": 1 - agree, "all": torch.ones_like(agree)}[where]
-

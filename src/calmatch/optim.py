@@ -27,23 +27,24 @@ def factor(step: int, steps: int, warmup: int, schedule: str = "cosine") -> floa
 def layers(names: list[str]) -> dict[str, int]:
     """Depth of each parameter, 0 nearest the picture.
 
-    Transformers: embeddings 0, block i is i + 1, the final norm joins the last block, the head is
-    one more. Other networks: top-level modules in order.
+    What comes before the numbered blocks is 0, block i is i + 1, what comes after is one more; a
+    transformer's final `norm` joins its last block.
+
+    >>> layers(["stem.w", "blocks.0.w", "blocks.1.w", "norm.w", "head.w"])
+    {'stem.w': 0, 'blocks.0.w': 1, 'blocks.1.w': 2, 'norm.w': 2, 'head.w': 3}
     """
-    blocks = [int(found[1]) for name in names if (found := re.match(r"blocks\.(\d+)\.", name))]
-    if not blocks:
-        order = list(dict.fromkeys(name.split(".")[0] for name in names))
-        return {name: order.index(name.split(".")[0]) for name in names}
-    last = max(blocks) + 1
-
-    def depth(name: str) -> int:
-        if found := re.match(r"blocks\.(\d+)\.", name):
-            return int(found[1]) + 1
-        if name.startswith(("cls_token", "pos_embed", "patch_embed")):
-            return 0
-        return last if name.startswith("norm") else last + 1
-
-    return {name: depth(name) for name in names}
+    depth: dict[str, int] = {}
+    blocks: list[str] = []
+    for name in names:
+        if found := re.match(r"(.*?\.\d+)\.", name):
+            if found[1] not in blocks:
+                blocks.append(found[1])
+            depth[name] = blocks.index(found[1]) + 1
+        elif name.startswith("norm."):
+            depth[name] = len(blocks)
+        else:
+            depth[name] = len(blocks) + 1 if blocks else 0
+    return depth
 
 
 def rates(

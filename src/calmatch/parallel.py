@@ -72,7 +72,7 @@ class _Total(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         result = grad.clone()
         dist.all_reduce(result)
         return result
@@ -95,7 +95,8 @@ class SyncNorm2d(nn.BatchNorm2d):
         if self.track_running_stats and self.running_mean is not None:
             self._follow(mean, var, world() * x.numel() / x.shape[1])
         scale = (var + self.eps).rsqrt() * self.weight
-        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+        shifted: Tensor = x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+        return shifted
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, n: float) -> None:

@@ -19,11 +19,11 @@ def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
         strong="rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)",
         batch=20,
         ratio=3,
-        steps=600,
+        steps=500,
         lr=6e-3,
         warmup=20,
         log_every=50,
-        eval_every=200,
+        eval_every=100,
     )
     return config.replace(**changes)
 

@@ -50,7 +50,9 @@ class Run(NamedTuple):
 
 def name(config: Config) -> str:
     """A folder name a person can read, with a hash that tells configs apart."""
-    words = re.sub(r"[^\w.]+", "-", f"{config.dataset}-{config.labels}-{config.method}-{config.penalty}")
+    words = re.sub(
+        r"[^\w.]+", "-", f"{config.dataset}-{config.labels}-{config.method}-{config.penalty}"
+    )
     code = hashlib.blake2b(json.dumps(config.dump()).encode(), digest_size=4).hexdigest()
     return f"{words.strip('-')[:60]}-s{config.seed}-{code}"
 
@@ -155,7 +157,9 @@ def _result(
 ) -> dict[str, Any]:
     gaps = evaluate.gap(log_probs.double())
     spread = 1.96 * float(gaps.std()) / len(gaps) ** 0.5
-    metrics = {k: v._asdict() for k, v in evaluate.measure(log_probs, labels, resamples=500).items()}
+    metrics = {
+        k: v._asdict() for k, v in evaluate.measure(log_probs, labels, resamples=500).items()
+    }
     mean = float(gaps.mean())
     metrics["gap"] = {"value": mean, "low": mean - spread, "high": mean + spread}
     with (folder / "metrics.jsonl").open() as file:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from calmatch import augment, data, losses, methods, nets, parallel, spec
 from calmatch.config import Config

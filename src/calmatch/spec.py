@@ -1,4 +1,4 @@
-"""Spec strings: `name(literal, key=literal)`, chained with `|` or added with `+`. Never evaluated."""
+"""Spec strings: `name(literal, key=literal)`, chained by `|` or added by `+`; never evaluated."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def _component(node: ast.expr, text: str) -> Spec:
     args: list[ast.expr] = []
     keywords: list[ast.keyword] = []
     if isinstance(node, ast.Call):
-        node, args, keywords = node.func, node.args, node.keywords
+        args, keywords = node.args, node.keywords
+        node = node.func
     names = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -159,7 +160,7 @@ def bind(
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)  # type: ignore[misc]
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except (NameError, TypeError):
         return {}
 

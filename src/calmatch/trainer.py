@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calmatch import checkpoint, config as configs, log, optim, parallel, results
+from calmatch import checkpoint, log, optim, parallel, results
+from calmatch import config as configs
 from calmatch.config import Config
 from calmatch.core import Batch, Objective
 from calmatch.data.batches import stream_seed
@@ -136,8 +137,8 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
         keep = int(note["lines"])
         for line in [*complaints, f"Continuing {folder} at step {run.step:,}."]:
             log.tell(line, quiet)
-    lines = log.Lines(folder, keep)
-    with log.Bar(parts.title, config.steps, run.step, quiet) as bar:
+    title = parts.title
+    with log.Lines(folder, keep) as lines, log.Bar(title, config.steps, run.step, quiet) as bar:
         while run.step < config.steps:
             run.advance(parts.batches[run.step])
             bar.update(run.step)
@@ -149,9 +150,7 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
             if due(run.step, every, config.steps) or asked:
                 _save(run, folder, lines)
             if asked and run.step < config.steps:
-                lines.close()
                 raise Stopped(asked[0])
-    lines.close()
     return results.finish(folder, config, parts, run.best, quiet)
 
 

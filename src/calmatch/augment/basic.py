@@ -34,9 +34,7 @@ def crop(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
     n, _, height, width = images.shape
     if not 0 <= pad < min(height, width):
         raise ValueError(f"crop({pad}) does not fit pictures of {height} x {width}.")
-    shift = torch.randint(
-        -pad, pad + 1, (2, n, 1), generator=generator, device=images.device
-    )
+    shift = torch.randint(-pad, pad + 1, (2, n, 1), generator=generator, device=images.device)
     rows = _mirrored(torch.arange(height, device=images.device) + shift[0], height)
     columns = _mirrored(torch.arange(width, device=images.device) + shift[1], width)
     return _gather(images, rows[:, :, None] * width + columns[:, None, :])
@@ -52,16 +50,16 @@ def translate(images: Tensor, generator: Generator, share: float = 0.3) -> Tenso
 
 def rotate(images: Tensor, generator: Generator, degrees: float = 30.0) -> Tensor:
     """Turn about the centre by up to `degrees` either way, black outside."""
-    turn = _uniform(images, generator, -degrees, degrees)[:, 0, 0, 0] * (math.pi / 180)
+    turn = _uniform(images, generator, -degrees, degrees)[:, 0, 0, 0] * (
+        -math.pi / 180
+    )  # Pillow's sense
     cos, sin = turn.cos(), turn.sin()
     x, y = images.shape[-1] / 2, images.shape[-2] / 2
     matrix = [cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y]
     return affine(images, torch.stack(matrix, 1))
 
 
-def brightness(
-    images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5
-) -> Tensor:
+def brightness(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
     """Multiply by a factor between low and high."""
     factor = _uniform(images, generator, low, high)
     return _blend(torch.zeros_like(images[:, :1]), images, factor)
@@ -96,7 +94,8 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def grey(images: Tensor) -> Tensor:
     """Luminance as Pillow rounds it: [N, 1, H, W] int32."""
     r, g, b = images.to(torch.int32).split(1, 1)
-    return (r * 19595 + g * 38470 + b * 7471 + 0x8000) >> 16
+    luminance: Tensor = (r * 19595 + g * 38470 + b * 7471 + 0x8000) >> 16
+    return luminance
 
 
 def affine(images: Tensor, matrix: Tensor) -> Tensor:

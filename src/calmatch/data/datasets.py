@@ -57,9 +57,7 @@ def synthetic(
     patterns = 255 * torch.rand(classes, 3, 4, 4, generator=generator)
     patterns = torch.nn.functional.interpolate(patterns, (size, size), mode="nearest")
     labels = torch.arange(classes).repeat(per_class)
-    pixels = patterns[labels] + noise * torch.randn(
-        len(labels), 3, size, size, generator=generator
-    )
+    pixels = patterns[labels] + noise * torch.randn(len(labels), 3, size, size, generator=generator)
     images = pixels.clamp(0, 255).to(torch.uint8)
     test = last_share(labels, 0.25)
     names = tuple(f"class {k}" for k in range(classes))

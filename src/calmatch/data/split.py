@@ -42,7 +42,9 @@ def split(
     y = np.asarray(labels)
     classes = int(y.max()) + 1
     wanted = counts(labelled, classes)
-    random = np.random.RandomState(seed)  # the legacy generator: the field's splits are made with it
+    random = np.random.RandomState(
+        seed
+    )  # the legacy generator: the field's splits are made with it
     chosen: list[Ids] = []
     rest: list[Ids] = []
     held: list[Ids] = []

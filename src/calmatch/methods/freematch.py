@@ -40,7 +40,11 @@ class FreeMatch(FixMatch):
         overall = self._follow("overall", level)
         overall = overall.clamp(0, 0.95) if self.clip else overall
         mean = self._follow("mean", average(p.mean(0)))
-        state = {"overall": overall, "mean": mean, "histogram": self._follow("histogram", average(seen))}
+        state = {
+            "overall": overall,
+            "mean": mean,
+            "histogram": self._follow("histogram", average(seen)),
+        }
         threshold = overall * mean / mean.amax()
         return (confidence >= threshold[guess]).to(p.dtype), state
 

@@ -20,8 +20,8 @@ NETS: Mapping[str, Callable[..., nn.Module]] = {
 class Net(nn.Module):
     """A body with the method's extra heads, in the precision of the run.
 
-    The body may compute in bfloat16; what leaves it has the type of the parameters, so methods and
-    losses are exact.
+    While training, the body may compute in bfloat16; what leaves it has the type of the pictures,
+    so methods, losses and predictions are exact.
     """
 
     def __init__(self, body: nn.Module, heads: Mapping[str, nn.Module], bf16: bool = False) -> None:
@@ -31,7 +31,10 @@ class Net(nn.Module):
         self.bf16 = bf16
 
     def forward(self, images: Tensor) -> Output:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
+        if not (self.bf16 and self.training):
+            plain: Output = self.body(images)
+            return plain
+        with torch.autocast(images.device.type, torch.bfloat16):
             out: Output = self.body(images)
         return Output(out.logits.to(images.dtype), out.features.to(images.dtype))
 

@@ -1,0 +1,50 @@
+# Everything starts here: `make demo`, `make test`. The environment is made once, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-slow lint format docs bench update clean
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+demo: $(READY)  ## the main job on scikit-learn's digits, about a minute
+	$(BIN)/calmatch demo
+
+test: $(READY)  ## the fast tests, under three minutes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-slow: $(READY)  ## the slow tests too
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## put the code in the house's style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(READY)  ## the documentation site, in site/
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(READY)  ## speed of the metrics beside torchmetrics
+	$(BIN)/python benchmarks/metrics.py
+
+update:  ## renew constraints.txt: the newest versions that pass the tests
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
+	@touch $(READY)
+
+clean:  ## remove what was made
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

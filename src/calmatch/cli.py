@@ -1,0 +1,180 @@
+"""The command line: a line of help for everything, one sentence and exit code 2 for mistakes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from calmatch import spec
+from calmatch.config import Config, load
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code says how it ended."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except KeyboardInterrupt:
+        print("calmatch: interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone, `| head` for example
+        return 0
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None and not (isinstance(error, ValueError) and _ours(error)):
+            traceback.print_exc()
+            return 1
+        print(f"calmatch: {error}", file=sys.stderr)
+        return int(code or 2)
+
+
+def _ours(error: ValueError) -> bool:
+    """Whether calmatch itself raised it, as a sentence for the user."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).is_relative_to(Path(__file__).parent)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        from calmatch import __version__
+
+        print(f"calmatch {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise ValueError(f"There is no command {words[0]!r}.{spec.nearest(words[0], COMMANDS)}")
+    COMMANDS[words[0]](words[1:])
+    return 0
+
+
+def _overview() -> str:
+    lines = ["usage: calmatch COMMAND ...", ""]
+    lines += [
+        f"  {name:<13} {(run.__doc__ or '').splitlines()[0]}" for name, run in COMMANDS.items()
+    ]
+    return "\n".join([*lines, "", "calmatch COMMAND --help says more."])
+
+
+def _parse(kind: type[Any], words: list[str], command: str, **default: Any) -> Any:
+    import tyro
+
+    return tyro.cli(kind, args=words, prog=f"calmatch {command}", **default)
+
+
+def _demo(words: list[str]) -> None:
+    """The main job on data that ships with scikit-learn; a table and a report page."""
+    from calmatch import demo
+    from calmatch.options import DemoOptions
+
+    options = _parse(DemoOptions, words, "demo")
+    demo.run(options.out, quiet=options.quiet)
+
+
+def _train(words: list[str]) -> None:
+    """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
+    from calmatch.report.build import build
+    from calmatch.report.console import show
+
+    options = _train_options(words)
+    from calmatch.trainer import train
+
+    run = train(options.run, options.out, quiet=options.quiet)
+    page = build([run], run.folder / "report.html")
+    if not options.quiet:
+        show([run])
+        print(f"Run folder: {run.folder}\nReport:     {page}")
+
+
+def _train_options(words: list[str]) -> Any:
+    """Recipe, then file, then flags: the command line always wins."""
+    from calmatch.options import TrainOptions
+    from calmatch.recipes import RECIPES
+
+    if not words or words[0] in ("-h", "--help"):
+        _parse(TrainOptions, ["--help"], "train RECIPE", default=TrainOptions(Config()))
+    name, flags = words[0], words[1:]
+    file = None
+    if name not in RECIPES:
+        file = Path(name)
+        if file.suffix not in (".json", ".yaml", ".yml") or not file.is_file():
+            raise ValueError(f"There is no recipe {name!r}.{spec.nearest(name, RECIPES)}")
+
+    def base(method: str | None, also: Path | None, trust: bool) -> Config:
+        config = Config()
+        if file is None:
+            config = RECIPES[name](method) if method else RECIPES[name]()
+        for path in (file, also):
+            config = load(path, config, trust) if path else config
+        return config
+
+    first = _parse(
+        TrainOptions, flags, f"train {name}", default=TrainOptions(base(None, None, True))
+    )
+    given = base(None, first.config, first.trust)
+    asked = first.run.method if any(word.startswith("--method") for word in flags) else given.method
+    default = TrainOptions(base(asked, first.config, first.trust))
+    return _parse(TrainOptions, flags, f"train {name}", default=default)
+
+
+def _evaluate(words: list[str]) -> None:
+    """Error and calibration of a run, or of any model's predictions in a .npz or .csv."""
+    from calmatch import evaluate, metrics
+    from calmatch.options import EvaluateOptions
+    from calmatch.report.console import show_metrics
+
+    options = _parse(EvaluateOptions, words, "evaluate")
+    path = options.path / "predictions.npz" if options.path.is_dir() else options.path
+    probs, labels = evaluate.load(path)
+    found = metrics.summary(probs, labels, resamples=options.resamples)
+    if options.json:
+        print(json.dumps({name: item._asdict() for name, item in found.items()}))
+    else:
+        show_metrics(found, len(labels))
+
+
+def _report(words: list[str]) -> None:
+    """One page from one or more run folders."""
+    from calmatch import results
+    from calmatch.options import ReportOptions
+    from calmatch.report.build import build
+
+    options = _parse(ReportOptions, words, "report")
+    runs = [results.load(folder) for folder in options.runs]
+    page = build(runs, options.out or options.runs[0] / "report.html")
+    print(f"Report: {page}")
+
+
+def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
+    def show(words: list[str]) -> None:
+        if words and words[0] not in ("-h", "--help"):
+            raise ValueError(f"calmatch {kind} takes no arguments.")
+        found = getattr(importlib.import_module(module), table)
+        width = max(map(len, found))
+        for name, item in found.items():
+            print(f"{name:<{width}}  {(item.__doc__ or '').strip().splitlines()[0]}")
+
+    show.__doc__ = f"What {kind} there are, a line each."
+    return show
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "demo": _demo,
+    "train": _train,
+    "evaluate": _evaluate,
+    "report": _report,
+    "methods": _listing("methods", "calmatch.methods", "METHODS"),
+    "datasets": _listing("datasets", "calmatch.data", "DATASETS"),
+    "nets": _listing("nets", "calmatch.nets", "NETS"),
+    "recipes": _listing("recipes", "calmatch.recipes", "RECIPES"),
+    "losses": _listing("losses", "calmatch.losses", "LOSSES"),
+    "metrics": _listing("metrics", "calmatch.metrics", "METRICS"),
+    "augmentations": _listing("augmentations", "calmatch.augment", "OPS"),
+}

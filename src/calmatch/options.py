@@ -1,0 +1,56 @@
+"""What each command takes, as typed dataclasses that tyro turns into flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from calmatch.config import Config
+
+
+@dataclass
+class DemoOptions:
+    """Five runs on scikit-learn's digits with 40 labels."""
+
+    out: Path = Path("demo")
+    """Where the run folders and the page go; finished runs there are not repeated."""
+    quiet: bool = False
+    """No progress bars."""
+
+
+@dataclass
+class TrainOptions:
+    """One run. RECIPE comes first: a name of `calmatch recipes`, or a config file to repeat."""
+
+    run: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """The run folder; the same line again continues it."""
+    config: Path | None = None
+    """JSON or YAML with fields that change the recipe; flags change them again."""
+    trust: bool = False
+    """Import code that the config file names."""
+    quiet: bool = False
+    """No progress bar and no lines."""
+
+
+@dataclass
+class EvaluateOptions:
+    """Measure a run folder, or predictions in a .npz (`probs`, `labels`) or .csv (`label`, ...)."""
+
+    path: tyro.conf.Positional[Path]
+    resamples: int = 500
+    """Bootstrap resamples for the 95 % intervals; 0: none."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass
+class ReportOptions:
+    """Make one page from run folders."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    out: Path | None = None
+    """The page; by default report.html in the first run folder."""

@@ -1,0 +1,123 @@
+"""Pictures: `prepare_x` computes, `draw_x` draws."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from calmatch import metrics
+from calmatch.checkpoint import write
+from calmatch.evaluate import probabilities
+from calmatch.results import Run
+
+BLUE, ORANGE = "#0072b2", "#d55e00"  # told apart by colour-blind readers too
+FONT: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+
+
+def prepare_reliability(log_probs: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
+    """Bins of confidence with their accuracy, and the headline numbers."""
+    probs = probabilities(log_probs)
+    found = metrics.reliability(probs, labels, bins)
+    filled = found.number > 0
+    return {
+        "left": [k / bins for k in range(bins)],
+        "width": 1 / bins,
+        "count": found.number.tolist(),
+        "confidence": found.confidence[filled].tolist(),
+        "accuracy": found.accuracy.nan_to_num(0.0).tolist(),
+        "filled": filled.tolist(),
+        "error": float(metrics.error(probs, labels)),
+        "ece": float(metrics.ece(probs, labels, bins=bins)),
+    }
+
+
+def draw_reliability(axes: Axes, found: dict[str, Any], title: str) -> None:
+    """Accuracy against confidence; bar strength shows how many pictures a bin has."""
+    most = max(found["count"])
+    axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", zorder=3)
+    accuracy = [a for a, full in zip(found["accuracy"], found["filled"], strict=True) if full]
+    for left, height, count in zip(found["left"], found["accuracy"], found["count"], strict=True):
+        strength = 0.2 + 0.8 * (count / most) ** 0.5
+        axes.bar(left, height, found["width"], align="edge", color=BLUE, alpha=strength, lw=0)
+    axes.plot(found["confidence"], accuracy, "o", color=ORANGE, ms=3.5, zorder=4)
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
+    axes.set_aspect("equal")
+    axes.set_title(title, fontsize=9)
+    numbers = f"error {found['error']:.1%}\nECE {found['ece']:.1%}"
+    axes.text(0.04, 0.96, numbers, transform=axes.transAxes, va="top", fontsize=8)
+
+
+def reliability_figure(runs: Sequence[Run]) -> Figure:
+    """A reliability diagram of each run, side by side."""
+    with mpl.rc_context(FONT):
+        figure = Figure(figsize=(2.5 * len(runs), 2.9), layout="constrained")
+        for place, run in enumerate(runs):
+            axes = figure.add_subplot(1, len(runs), place + 1)
+            draw_reliability(axes, prepare_reliability(*run.predictions()), _wrapped(run.title))
+            if place:
+                axes.set_ylabel("")
+        return figure
+
+
+def prepare_curves(run: Run) -> dict[str, Any]:
+    """Error and ECE on the test set over time, and the pseudo-labels' shares."""
+    tested = run.lines("test")
+    trained = [line for line in run.lines() if "accepted" in line]
+    return {
+        "test": [(line["step"], line["error"], line["ece"]) for line in tested],
+        "pseudo": [(line["step"], line["accepted"], line["agree"]) for line in trained],
+    }
+
+
+def draw_curves(figure: Figure, found: dict[str, Any]) -> None:
+    """Learning curves left, pseudo-labels right."""
+    left, right = figure.subplots(1, 2)
+    for place, (label, colour) in enumerate((("error", BLUE), ("ECE", ORANGE)), start=1):
+        points = [(row[0], 100 * row[place]) for row in found["test"]]
+        left.plot(*zip(*points, strict=True), "o-", ms=3, label=label, color=colour)
+    left.set(xlabel="step", ylabel="% of the test set", ylim=(0, None))
+    left.legend(frameon=False)
+    for place, (label, colour) in enumerate((("accepted", BLUE), ("agreeing", ORANGE)), start=1):
+        points = [(row[0], 100 * row[place]) for row in found["pseudo"] if row[place] is not None]
+        if points:
+            right.plot(*zip(*points, strict=True), "o-", ms=3, label=label, color=colour)
+    right.set(xlabel="step", ylabel="% of unlabelled pictures", ylim=(0, 101))
+    if found["pseudo"]:
+        right.legend(frameon=False)
+    else:
+        right.text(0.5, 0.5, "no unlabelled pictures used", ha="center", transform=right.transAxes)
+
+
+def curves_figure(run: Run) -> Figure:
+    """Learning curves of one run."""
+    with mpl.rc_context(FONT):
+        figure = Figure(figsize=(6.6, 2.4), layout="constrained")
+        draw_curves(figure, prepare_curves(run))
+        return figure
+
+
+def _wrapped(title: str) -> str:
+    return title.replace(" + ", "\n+ ") if " + " in title else f"{title}\n"
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an <svg> element."""
+    text = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "calmatch", "svg.fonttype": "path"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """A figure as a PNG file."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    write(path, data.getvalue())
+    return path

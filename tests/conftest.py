@@ -1,0 +1,77 @@
+"""What tests share: the golden numbers, tiny problems, a real command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from calmatch import methods
+from calmatch.config import Config
+
+GOLDEN = Path(__file__).parent / "golden"
+torch.set_num_threads(1)  # pytest-xdist already uses every core
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class Golden:
+    """One golden file: arrays by key, integers as int64, floats as float64 tensors."""
+
+    def __init__(self, name: str) -> None:
+        with np.load(GOLDEN / f"{name}.npz") as found:
+            self.arrays = {key: found[key] for key in found.files}
+        self.meta: dict[str, Any] = json.loads(str(self.arrays.pop("meta")))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.arrays
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        array = torch.from_numpy(np.asarray(self.arrays[key]))
+        return array.double() if array.is_floating_point() else array.long()
+
+
+@pytest.fixture
+def golden() -> type[Golden]:
+    return Golden
+
+
+@pytest.fixture
+def tiny() -> Any:
+    """A config that trains in a second."""
+
+    def make(method: str = "fixmatch", **changes: Any) -> Config:
+        settings: dict[str, Any] = {
+            "dataset": "synthetic",
+            "labels": 16,
+            "method": method,
+            "net": "tiny",
+            "weak": "crop(1)",
+            "strong": "crop(2)|cutout(0.5)",
+            "batch": 8,
+            "ratio": 2,
+            "steps": 12,
+            "lr": 1e-2,
+            "log_every": 5,
+            "eval_every": 6,
+            "chunk": 4,
+            "device": "cpu",
+        }
+        return Config(**settings | changes)
+
+    return make
+
+
+def calmatch(*words: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """The command line as a person uses it."""
+    command = [sys.executable, "-m", "calmatch", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ALONE)
+
+
+ALL_METHODS = sorted(methods.METHODS)

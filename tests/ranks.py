@@ -1,0 +1,58 @@
+"""Trains every method for a few steps on one of two ranks, or alone: what the ranks test runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calmatch import methods, parallel, trainer
+from calmatch.config import Config
+from calmatch.setup import prepare
+
+EXEMPT = ("mixmatch", "remixmatch", "comatch")  # they mix within a rank
+
+
+def state(method: str) -> dict[str, Tensor]:
+    """Everything a run knows after six steps, and what it logged, averaged over ranks."""
+    config = Config(
+        dataset="synthetic",
+        labels=16,
+        method=method,
+        net="small(width=4)",  # with BatchNorm, which ranks must share
+        weak="crop(1)",
+        strong="crop(2)|cutout(0.5)",
+        batch=8,
+        ratio=2,
+        steps=6,
+        ema=0.9,
+        penalty="" if method == "supervised" else "margin(m=0.5)",
+        precision="fp64",
+        device="cpu",
+    )
+    run = trainer._start(config, prepare(config))
+    while run.step < config.steps:
+        run.advance(run.parts.batches[run.step])
+    logged = {f"sums/{k}": parallel.average(v) for k, v in run.sums.totals.items()}
+    found = run.tensors() | logged
+    del found["sums/gap"]  # the largest of a batch is not a mean over ranks
+    return {k: v for k, v in found.items() if not k.endswith("num_batches_tracked")}
+
+
+def main(out: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out / 'meet'}", rank=rank, world_size=2)
+    for method in sorted(set(methods.METHODS) - set(EXEMPT)):
+        found = state(method)
+        if rank == 0:
+            save_file({k: v.contiguous() for k, v in found.items()}, out / f"{method}.safetensors")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

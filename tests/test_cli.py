@@ -1,0 +1,133 @@
+"""The command line as a person uses it: real processes, exit codes, messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from conftest import calmatch
+
+
+def test_help_answers_without_importing_anything_heavy():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from calmatch.cli import main; main(['--help']); "
+        "heavy = {'torch', 'numpy', 'matplotlib', 'sklearn', 'tyro'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "calmatch COMMAND" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trian"], "Did you mean 'train'"),
+        (["train", "digits_4"], "Did you mean 'digits_40'"),
+        (["train", "digits_40", "--method", "freematc"], "Did you mean 'freematch'"),
+        (["train", "digits_40", "--penalty", "margin(mm=1)"], "no argument 'mm'"),
+        (["train", "digits_40", "--penalty", "margin(m=__import__('os'))"], "is not a spec"),
+        (["train", "digits_40", "--steps", "0"], "steps must be at least 1"),
+        (["train", "digits_40", "--config", "nowhere.yaml"], "Cannot read nowhere.yaml"),
+        (["evaluate", "nowhere.npz"], "There is no file nowhere.npz"),
+        (["report", "nowhere"], "not the folder of a finished run"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence):
+    if words[0] == "train":
+        words = [*words, "--out", str(tmp_path / "run")]
+    found = calmatch(*words)
+    assert found.returncode == 2
+    assert sentence in found.stderr
+    assert "Traceback" not in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_an_unknown_flag_and_a_wrong_type_exit_with_2():
+    assert calmatch("train", "digits_40", "--stepz", "5").returncode == 2
+    found = calmatch("train", "digits_40", "--steps", "many")
+    assert found.returncode == 2
+    assert "many" in found.stderr + found.stdout
+
+
+@pytest.mark.parametrize("kind", ["methods", "datasets", "nets", "recipes", "losses", "metrics"])
+def test_lists_have_a_line_each(kind):
+    found = calmatch(kind)
+    assert found.returncode == 0
+    lines = found.stdout.strip().splitlines()
+    assert lines
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
+
+
+def test_a_config_file_changes_the_recipe_and_flags_change_it_again(tmp_path):
+    (tmp_path / "c.yaml").write_text("steps: 7\nlr: 0.5\nmethod: flexmatch\n")
+    words = ["train", "digits_40", "--config", tmp_path / "c.yaml", "--steps", "3"]
+    found = calmatch(*words, "--out", tmp_path / "run", "--quiet")
+    assert found.returncode == 0, found.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["steps"], config["lr"], config["method"]) == (3, 0.5, "flexmatch")
+    again = calmatch("train", tmp_path / "run" / "config.json", "--out", tmp_path / "two")
+    assert again.returncode == 0, again.stderr
+    assert "digits: 40 labels" in again.stdout
+    for name in ("predictions.npz", "metrics.jsonl"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert (tmp_path / "two" / "report.html").exists()
+
+
+def test_any_models_predictions_can_be_measured(tmp_path):
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(200, 4))
+    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    labels = random.integers(4, size=200)
+    np.savez(tmp_path / "p.npz", probs=probs, labels=labels)
+    with (tmp_path / "p.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["cat", "label", "dog", "owl", "elk"])
+        for row, label in zip(probs, labels, strict=True):
+            writer.writerow([row[0], label, *row[1:]])
+    found = [calmatch("evaluate", tmp_path / name, "--json") for name in ("p.npz", "p.csv")]
+    assert [one.returncode for one in found] == [0, 0]
+    first, second = (json.loads(one.stdout) for one in found)
+    assert first["ece"]["value"] == pytest.approx(second["ece"]["value"])
+    assert "ece (%)" in calmatch("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2\n", "column `label`"),
+        ("label,a,b\n0,0.5,x\n", "row 2"),
+        ("label,a,b\n0,0.5\n", "row 2"),
+        ("label,a,b\n0,3.0,4.0\n", "apply softmax"),
+        ("label,a,b\n7,0.5,0.5\n", "0..1"),
+    ],
+)
+def test_bad_predictions_are_named_by_row(tmp_path, text, words):
+    (tmp_path / "p.csv").write_text(text)
+    found = calmatch("evaluate", tmp_path / "p.csv")
+    assert found.returncode == 2
+    assert words in found.stderr
+
+
+def test_a_pickle_in_a_npz_is_refused(tmp_path):
+    np.savez(tmp_path / "p.npz", probs=np.array([{}], dtype=object), labels=np.zeros(1, int))
+    found = calmatch("evaluate", tmp_path / "p.npz")
+    assert found.returncode == 2
+    assert "plain arrays" in found.stderr
+
+
+def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, capsys):
+    from calmatch import cli
+
+    def broken(words):
+        return {}["nothing"]
+
+    monkeypatch.setitem(cli.COMMANDS, "demo", broken)
+    assert cli.main(["demo"]) == 1
+    assert "KeyError" in capsys.readouterr().err

@@ -1,0 +1,256 @@
+"""Runs end to end: learning, selection, killing, continuing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from calmatch import checkpoint, load_run, train, trainer
+from calmatch.config import Config, check, load
+from calmatch.losses import ceiling
+from calmatch.setup import prepare
+from conftest import ALONE, calmatch
+
+FILES = {
+    "config.json",
+    "environment.json",
+    "split.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "model.json",
+    "predictions.npz",
+    "result.json",
+}
+
+
+def test_a_run_learns_and_leaves_a_whole_folder(tiny, tmp_path):
+    run = train(tiny("fixmatch", steps=60), tmp_path / "run", quiet=True)
+    assert {path.name for path in run.folder.iterdir()} >= FILES
+    assert run.result["metrics"]["error"]["value"] < 0.2  # four classes: chance is 0.75
+    log_probs, labels = run.predictions()
+    assert float((log_probs.argmax(1) != labels).double().mean()) == pytest.approx(
+        run.result["metrics"]["error"]["value"]
+    )
+    split = json.loads((run.folder / "split.json").read_text())
+    assert len(split["labelled"]) == 16
+    assert load_run(run.folder).result == run.result
+
+
+def test_the_log_tells_losses_and_pseudo_labels_apart(tiny, tmp_path):
+    run = train(tiny("freematch", penalty="margin(m=1)", steps=30), tmp_path / "run", quiet=True)
+    line = run.lines()[-1]
+    for key in ("loss", "labelled", "unlabelled/cross_entropy", "unlabelled/margin", "pseudo_ce"):
+        assert np.isfinite(line[key]), key
+    assert line["pseudo_ce"] + line["min_entropy"] == pytest.approx(
+        line["unlabelled/cross_entropy"], abs=1e-6
+    )
+    assert 0 <= line["accepted"] <= 1
+    assert 0 <= line["agree"] <= 1
+    assert 0 <= line["pseudo_ece"] <= 1
+    assert line["pseudo_accuracy"] > 0.9
+    assert sum(line["histogram"]) == pytest.approx(line["accepted"], abs=1e-6)
+    assert [line["step"] for line in run.lines()] == [5, 10, 15, 20, 25, 30]
+    assert [line["step"] for line in run.lines("test")] == [6, 12, 18, 24, 30]
+
+
+def test_the_same_config_gives_the_same_bytes_and_another_seed_does_not(tiny, tmp_path):
+    files = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run = train(tiny(seed=seed), tmp_path / name, quiet=True)
+        files.append([(run.folder / f).read_bytes() for f in ("predictions.npz", "metrics.jsonl")])
+    assert files[0] == files[1]
+    assert files[0] != files[2]
+
+
+def test_a_finished_run_is_returned_and_another_config_is_refused(tiny, tmp_path):
+    first = train(tiny(), tmp_path / "run", quiet=True)
+    before = (first.folder / "model.safetensors").stat().st_mtime_ns
+    assert train(tiny(), tmp_path / "run", quiet=True).result == first.result
+    assert (first.folder / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="holds a run with lr="):
+        train(tiny(lr=0.5), tmp_path / "run", quiet=True)
+
+
+def test_training_leaves_the_callers_random_numbers_alone(tiny, tmp_path):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    train(tiny(), tmp_path / "run", quiet=True)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_best_keeps_the_weights_of_the_best_validation(tiny, tmp_path):
+    config = tiny(steps=24, eval_every=3, validation=0.2, select="best(nll)", lr=0.3)
+    run = train(config, tmp_path / "run", quiet=True)
+    lines = run.lines("validation")
+    best = min(lines, key=lambda line: line["nll"])
+    tested = next(line for line in run.lines("test") if line["step"] == best["step"])
+    assert run.result["metrics"]["nll"]["value"] == pytest.approx(tested["nll"])
+    assert not run.result["leaky"]
+
+
+def test_choosing_on_the_test_set_is_possible_and_named_leaky(tiny, tmp_path):
+    config = tiny(steps=24, eval_every=3, protocol="paper", lr=0.3)
+    run = train(config, tmp_path / "run", quiet=True)
+    errors = [line["error"] for line in run.lines("test")]
+    assert run.result["metrics"]["error"]["value"] == pytest.approx(min(errors))
+    assert run.result["leaky"]
+    assert "leaky" in run.result["selected"]
+
+
+def test_best_without_pictures_to_choose_on_is_refused(tiny):
+    with pytest.raises(ValueError, match="--validation"):
+        check(tiny(select="best(error)"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_every_precision_and_optimizer_learns(tiny, tmp_path, precision, optimizer):
+    lr = 0.1 if optimizer == "sgd" else 0.01
+    config = tiny(precision=precision, optimizer=optimizer, lr=lr, steps=40, clip=5.0, ema=0.9)
+    run = train(config, tmp_path / "run", quiet=True)
+    assert run.result["metrics"]["error"]["value"] < 0.4
+    assert run.result["weights"] == "ema"
+
+
+def test_ema_follows_the_weights_and_copies_counters(tiny):
+    run = trainer._start(tiny(ema=0.9), prepare(tiny(net="small(width=4)", ema=0.9)))
+    before = {k: v.clone() for k, v in run.parts.ema.state_dict().items()}
+    run.advance(run.parts.batches[0])
+    for name, now in run.parts.ema.state_dict().items():
+        new = run.parts.net.state_dict()[name]
+        expected = torch.lerp(before[name], new, 0.1) if new.is_floating_point() else new
+        torch.testing.assert_close(now, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"lr": -1.0}, "lr must be at least 0"),
+        ({"lr": float("nan")}, "finite"),
+        ({"lr": "fast"}, "it takes a number"),
+        ({"ema": 1.5}, "between 0 and 1"),
+        ({"optimizer": "adam"}, "'adamw' or 'sgd'"),
+        ({"penalty": "focal(gamma=2)"}, "--unlabelled-loss"),
+        ({"penalty": "margn"}, "Did you mean 'margin'"),
+        ({"device": "abacus"}, "no device"),
+        ({"dataset": "digit"}, "Did you mean 'digits'"),
+        ({"net": "smal"}, "Did you mean 'small'"),
+        ({"weak": "crop(99)"}, "does not fit"),
+        ({"labels": 17}, "multiple of 4"),
+    ],
+)
+def test_mistakes_in_a_config_say_what_to_do(tiny, tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        train(tiny(**changes), tmp_path / "run", quiet=True)
+
+
+def test_a_margin_that_caps_under_the_threshold_is_warned_of(tiny):
+    assert ceiling(2, 4) < 0.95
+    for penalty, warned in (("margin(m=2)", 1), ("margin(cap=0.9)", 1), ("margin(m=10)", 0)):
+        notes = prepare(tiny("fixmatch", penalty=penalty)).notes
+        assert sum("run out of pseudo-labels" in note for note in notes) == warned
+    assert not prepare(tiny("freematch", penalty="margin(m=2)")).notes
+
+
+def test_config_files_change_the_default_and_code_needs_trust(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("method: freematch\nlr: 0.1\n")
+    assert load(path, Config(steps=5)) == Config(steps=5, method="freematch", lr=0.1)
+    path.write_text("method: my.module.Method\n")
+    with pytest.raises(ValueError, match="--trust"):
+        load(path, Config())
+    assert load(path, Config(), trust=True).method == "my.module.Method"
+    for bad in ("- 1", "lrr: 1", "lr: fast", "{", "!!python/object/apply:os.system ['true']"):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match=r"\w"):
+            load(path, Config())
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {"a": torch.full((1000,), float(step))}, {})
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.stem for path in paths] == ["000000002", "000000003"]
+    data = bytearray(paths[-1].read_bytes())
+    data[-100] ^= 1
+    paths[-1].write_bytes(data)
+    tensors, note, complaints = checkpoint.newest(tmp_path)
+    assert note["step"] == 2
+    assert float(tensors["a"][0]) == 2.0
+    assert "checksum" in complaints[0]
+    paths[-1].write_bytes(data[:500])
+    assert checkpoint.newest(tmp_path)[1]["step"] == 2
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    checkpoint.write(path, "old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+COMMAND = """
+train digits_40 --method freematch --penalty margin(m=10) --net tiny --dataset synthetic
+--labels 16 --weak crop(1) --steps 1500 --checkpoint-every 20 --log-every 30 --seed 5 --quiet
+"""
+
+
+def start(folder, **streams):
+    words = [sys.executable, "-m", "calmatch", *COMMAND.split(), "--out", str(folder)]
+    return subprocess.Popen(words, text=True, env=ALONE, **streams)
+
+
+def checkpoints(folder):
+    return sorted((folder / "checkpoint").glob("*.safetensors"))
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path):
+    assert calmatch(*COMMAND.split(), "--out", tmp_path / "whole").returncode == 0
+    chance = random.Random(os.getpid())
+    for kills in range(2):
+        process = start(tmp_path / "cut")
+        # wait for a checkpoint newer than the last kill's, then a moment of chance
+        while process.poll() is None and len(checkpoints(tmp_path / "cut")) < kills + 1:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.2))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert calmatch(*COMMAND.split(), "--out", tmp_path / "cut").returncode == 0
+    for name in ("predictions.npz", "metrics.jsonl", "model.safetensors", "split.json"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stop_signal_writes_a_checkpoint_and_says_how_to_continue(tmp_path, number, code):
+    process = start(tmp_path / "run", stderr=subprocess.PIPE)
+    while not (tmp_path / "run" / "split.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "continues" in errors
+    assert checkpoints(tmp_path / "run")
+
+
+def test_a_second_process_on_the_same_folder_refuses(tiny, tmp_path):
+    with checkpoint.lock(tmp_path / "run"), pytest.raises(ValueError, match="Another process"):
+        train(tiny(), tmp_path / "run", quiet=True)
