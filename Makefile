@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow lint format docs bench update clean
+.PHONY: help demo test test-slow lint format docs bench readme update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -18,10 +18,10 @@ demo: $(READY)  ## the main job on scikit-learn's digits, about a minute
 	$(BIN)/calmatch demo
 
 test: $(READY)  ## the fast tests, under three minutes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY)  ## the slow tests too
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .
@@ -38,11 +38,14 @@ docs: $(READY)  ## the documentation site, in site/
 bench: $(READY)  ## speed of the metrics beside torchmetrics
 	$(BIN)/python benchmarks/metrics.py
 
+readme: $(READY)  ## the README's tree, table and picture, made anew
+	$(BIN)/python tools/readme.py
+
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	@touch $(READY)
 

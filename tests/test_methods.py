@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,20 +127,29 @@ def test_a_stopped_run_continues_bit_for_bit(tiny, tmp_path, method):
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory):
-    """Every method trained by two real processes on half batches each, its state by name."""
-    out = tmp_path_factory.mktemp("ranks")
+    """Every method trained by two real processes on half batches each, its state by name.
+
+    pytest-xdist's workers share the folder: the first to make it does the work.
+    """
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    out = tmp_path_factory.getbasetemp().parent / f"ranks-{session}"
+    try:
+        out.mkdir()
+    except FileExistsError:
+        deadline = time.monotonic() + 300
+        while not (out / "done").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return out
     script = Path(__file__).parent / "ranks.py"
     commands = [[sys.executable, str(script), str(out), str(rank)] for rank in range(2)]
-    processes = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, env=ALONE) for command in commands
-    ]
-    errors = [process.communicate(timeout=150)[1].decode() for process in processes]
+    processes = [subprocess.Popen(c, stderr=subprocess.PIPE, env=ALONE) for c in commands]
+    errors = [process.communicate(timeout=250)[1].decode() for process in processes]
+    (out / "done").touch()
     assert [process.returncode for process in processes] == [0, 0], errors
     return out
 
 
 @pytest.mark.ddp
-@pytest.mark.xdist_group("ddp")
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_two_ranks_on_half_batches_equal_one_process(two_ranks, method):
     alone = ranks.state(method)

@@ -17,6 +17,7 @@ from calmatch.config import Config, load
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended."""
     words = list(sys.argv[1:] if argv is None else argv)
+    sys.path.append("")  # a person's own method may stand in the folder they work in
     try:
         return _dispatch(words)
     except KeyboardInterrupt:

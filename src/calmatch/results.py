@@ -110,11 +110,18 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {package: metadata.version(package) for package in VERSIONS},
+        "versions": {name: _version(name) for name in VERSIONS},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         "threads": torch.get_num_threads(),
         "ranks": parallel.world(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def measure(config: Config, parts: Parts) -> dict[str, dict[str, float]]:
