@@ -33,7 +33,7 @@ format: $(READY)  ## put the code in the house's style
 	$(BIN)/ruff check --fix .
 
 docs: $(READY)  ## the documentation site, in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(READY)  ## speed of the metrics beside torchmetrics
 	$(BIN)/python benchmarks/metrics.py

@@ -33,7 +33,9 @@ def main() -> None:
         return multiclass_calibration_error(probs, labels, CLASSES, n_bins=15, norm="l1")
 
     print(f"ECE of {N:,} x {CLASSES} probabilities, {torch.get_num_threads()} threads")
-    print(f"  values: calmatch {float(metrics.ece(probs, labels)):.7f}, torchmetrics {theirs():.7f}")
+    print(
+        f"  values: calmatch {float(metrics.ece(probs, labels)):.7f}, torchmetrics {theirs():.7f}"
+    )
     times = [(seconds(ours), seconds(theirs)) for _ in range(ROUNDS)]
     mine, other = (statistics.median(column) for column in zip(*times, strict=True))
     print(f"  calmatch      {1000 * mine:7.1f} ms   (median of {ROUNDS})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
-from calmatch import checkpoint, losses, trainer
-from calmatch.core import Batch, Method, Objective, Plan
+from calmatch import checkpoint, losses, methods, recipes, train, trainer
+from calmatch.core import Batch, Method, Objective, Plan, Task, frozen
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.setup import prepare
 from conftest import ALL_METHODS, ALONE
@@ -152,11 +153,15 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.ddp
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_two_ranks_on_half_batches_equal_one_process(two_ranks, method):
-    alone = ranks.state(method)
     together = load_file(two_ranks / f"{method}.safetensors")
+    if method in ranks.EXEMPT:
+        assert all(torch.isfinite(value).all() for value in together.values())
+        return
+    alone = ranks.state(method)
     assert alone.keys() == together.keys()
+    close = 1e-5 if method == "vat" else 1e-9  # a finite difference with steps of 1e-6
     for name in alone:
-        torch.testing.assert_close(alone[name], together[name], atol=1e-9, rtol=1e-9, msg=name)
+        torch.testing.assert_close(alone[name], together[name], atol=close, rtol=close, msg=name)
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
@@ -179,3 +184,136 @@ def test_every_loss_works_on_the_terms_of_every_method(method, tiny):
     for loss in losses.LOSSES.values():
         for term in (plan.labelled, plan.unlabelled):
             assert term is None or torch.isfinite(loss(term))
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 7])
+@pytest.mark.parametrize("sharp", [0.01, 1000.0], ids=["nothing accepted", "everything accepted"])
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_nothing_becomes_nan_at_the_edges(tiny, method, sharp, ratio):
+    """Batches of three of four classes' pictures, all rejected or all accepted, any R / B."""
+    config = tiny(method, batch=3, ratio=ratio, steps=8, ema=0.9, penalty=penalty(method), lr=1e-4)
+    run = start(config)
+    with torch.no_grad():
+        run.parts.net.body.head.weight *= sharp
+    while run.step < 8:
+        run.advance(run.parts.batches[run.step])
+    assert all(torch.isfinite(value).all() for value in run.tensors().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_penalty", ["", "margin(m=10)"], ids=["plain", "margin"])
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_every_method_learns_digits(tmp_path, method, with_penalty):
+    if method == "supervised" and with_penalty:
+        return  # it has no unlabelled side
+    config = recipes.digits_40(method, penalty=with_penalty, steps=300)
+    run = train(config, tmp_path / "run", quiet=True)
+    assert run.result["metrics"]["error"]["value"] < 0.35  # chance is 0.9
+    assert all(math.isfinite(line["loss"]) for line in run.lines())
+
+
+def test_vat_finds_the_right_direction_in_float32(tiny):
+    """The reference's step of 1e-6 is below rounding there; its directions are noise."""
+    run = start(tiny("vat", net="small(width=8)"))
+    images, noise = run.parts.batches[0].u[0], run.parts.batches[0].draws["u_noise"]
+    directions = {}
+    for dtype, xi in ((torch.float64, None), (torch.float32, None), (torch.float32, 1e-6)):
+        net = copy.deepcopy(run.parts.net).to(dtype)
+        method = copy.deepcopy(run.parts.method)
+        method.xi = xi
+        with frozen(net):
+            q = net(images.to(dtype)).logits.detach().softmax(-1)
+            found = method.direction(net, images.to(dtype), q, noise.to(dtype))
+        directions[dtype, xi] = found.double().flatten(1)
+    exact = directions[torch.float64, None]
+    assert (exact * directions[torch.float32, None]).sum(1).median() > 0.99
+    assert (exact * directions[torch.float32, 1e-6]).sum(1).median() < 0.9
+
+
+def test_bam_predicts_the_mean_of_its_draws(tiny):
+    run = start(tiny("bam(samples=5)"))
+    net, method = run.parts.net, run.parts.method
+    images = run.parts.batches[0].x[0]
+    layer, features = net.heads["bayes"], net(images).features
+    draws = [
+        layer(features, method.predict_weight[k : k + 1], method.predict_bias[k : k + 1])[0]
+        for k in range(5)
+    ]
+    mean = torch.stack([draw.softmax(-1) for draw in draws]).mean(0)
+    torch.testing.assert_close(method.predict(net, images).exp(), mean)
+    rates = {
+        g["peak"] for g in run.optimizer.param_groups for p in g["params"] if p is layer.mu_bias
+    }
+    assert rates == {0.01}
+
+
+def test_shrinkmatch_shrinks_to_the_least_likely_classes_that_leave_the_top_sure(tiny):
+    method = methods.build("shrinkmatch", Task(5, 10, 50, 8, 100, (2,) * 5)).double()
+    p = torch.tensor([[0.5, 0.3, 0.18, 0.012, 0.008], [0.3, 0.25, 0.2, 0.15, 0.1]]).double()
+    logits = torch.randn(2, 5, dtype=torch.float64)
+    # first row: 0.5 / (0.5 + 0.02) = 0.96 is sure once the classes from the fourth on remain
+    kept = logits[0, [0, 3, 4]]
+    expected = 0.5 * (kept.logsumexp(0) - kept[0])
+    # second row: 0.3 / (0.3 + 0.1) = 0.75 is never sure
+    loss = method.shrunk(p, logits)
+    torch.testing.assert_close(loss, torch.stack([expected, torch.zeros_like(expected)]))
+
+
+def test_shrinkmatch_reaches_across_the_order_of_classes(tiny):
+    method = methods.build("shrinkmatch", Task(4, 10, 50, 8, 100, (2,) * 4)).double()
+    p = torch.tensor([[0.02, 0.6, 0.36, 0.02]]).double()  # 0.6 / 0.64 = 0.94, 0.6 / 0.62 = 0.97
+    logits = torch.randn(1, 4, dtype=torch.float64)
+    last = 3 if p.sort(-1, descending=True).indices[0, -1] == 3 else 0
+    kept = logits[0, [1, last]]
+    torch.testing.assert_close(method.shrunk(p, logits)[0], 0.6 * (kept.logsumexp(0) - kept[0]))
+
+
+def test_dash_measures_its_starting_loss_on_labelled_pictures(tiny):
+    run = start(tiny("dash(warmup=3, every=2)", net="tiny"))
+    method, seen = run.parts.method, []
+    for step in range(5):
+        batch = run.parts.batches[step]
+        logits = run.parts.net(batch.x[0]).logits.detach()
+        seen.append(torch.nn.functional.cross_entropy(logits, batch.y))
+        plan = method(run.parts.net, run.parts.ema, batch)
+        method.commit(plan.state)
+        assert (plan.unlabelled.weight == 0).all() or step >= 3
+    torch.testing.assert_close(method.loss, torch.stack(seen[:3]).mean())
+    thresholds = [float(method.threshold_at(torch.tensor(t), torch.tensor(1.0))) for t in (3, 5, 7)]
+    assert thresholds == pytest.approx([1.0001 / 1.27**n for n in range(3)])
+
+
+def test_paper_and_usb_differ_where_they_should(tiny):
+    for name in ("uda(threshold=0.0,", "simmatch(", "adamatch(", "refixmatch("):
+        plans = []
+        for faithful in ("usb", "paper"):
+            run = start(tiny(f"{name}faithful='{faithful}')"))
+            run.advance(run.parts.batches[0])
+            values, _ = run.objective(run.parts.batches[1])
+            plans.append(values["loss"].item())
+        assert plans[0] != plans[1], name
+
+
+def test_a_method_from_outside_trains_by_its_dotted_name(tmp_path):
+    package = tmp_path / "outside"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "mine.py").write_text(
+        "import torch\n"
+        "from calmatch.methods.fixmatch import FixMatch\n"
+        "class Mine(FixMatch):\n"
+        "    '''Trusts more than usual confidence.'''\n"
+        "    def __init__(self, task, *, momentum: float = 0.9):\n"
+        "        super().__init__(task, threshold=0.0)\n"
+        "        self.momentum = momentum\n"
+        "        self.remember(usual=torch.tensor(1 / task.classes))\n"
+        "    def select(self, p, batch):\n"
+        "        usual = self.momentum * self.usual + (1 - self.momentum) * p.amax(-1).mean()\n"
+        "        return (p.amax(-1) >= usual).to(p.dtype), {'usual': usual}\n"
+    )
+    words = "-m calmatch train digits_40 --dataset synthetic --labels 16 --net tiny --steps 30"
+    method = ["--method", "outside.mine.Mine(momentum=0.8)", "--weak", "crop(1)", "--out", "run"]
+    command = [sys.executable, *words.split(), *method]
+    found = subprocess.run(command, cwd=tmp_path, env=ALONE, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "outside.mine.Mine" in (tmp_path / "run" / "result.json").read_text()

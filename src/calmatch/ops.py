@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 
 def ids(target: Tensor) -> Tensor:
@@ -24,8 +24,9 @@ def count(labels: Tensor, classes: int, weight: Tensor) -> Tensor:
 
 
 def normalise(values: Tensor) -> Tensor:
-    """Divide by the sum over the last axis."""
-    return values / values.sum(-1, keepdim=True)
+    """Divide by the sum over the last axis; all zeros stay zeros."""
+    total = values.sum(-1, keepdim=True)
+    return values / total.clamp_min(torch.finfo(values.dtype).tiny)
 
 
 def moving(old: Tensor, new: Tensor, momentum: float) -> Tensor:
@@ -43,3 +44,48 @@ def bin_sums(confidence: Tensor, right: Tensor, weight: Tensor, bins: int = 15) 
     """Per bin the sums of weight, weighted confidence and `right`: [3, bins]."""
     columns = torch.stack([weight, weight * confidence, right.to(weight)])
     return columns.new_zeros(3, bins).index_add(1, bin_of(confidence, bins), columns)
+
+
+def uniform(generator: Generator, *shape: int) -> Tensor:
+    """Uniform numbers in [0, 1) on the generator's device."""
+    return torch.rand(shape, generator=generator, device=generator.device)
+
+
+def normal(generator: Generator, *shape: int) -> Tensor:
+    """Standard normal numbers on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def ramp(step: Tensor, length: float) -> Tensor:
+    """Rises from 0 at step 0 to 1 at `length`, as a tensor of the default type."""
+    return (step / max(length, 1e-9)).clamp(0, 1)
+
+
+def sharpen(p: Tensor, temperature: float) -> Tensor:
+    """Probabilities to the power 1 / temperature, normalised."""
+    return normalise(p ** (1 / temperature))
+
+
+def rows(weight: Tensor, like: Tensor) -> Tensor:
+    """A scalar weight for every row of logits [n, C]."""
+    return weight.to(like.dtype).expand(len(like))
+
+
+def hard_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each row to its class: [n]."""
+    return -logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+
+def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of each row to its probabilities: [n]."""
+    return -(target * logits.log_softmax(-1)).sum(-1)
+
+
+def quarter_turns(images: Tensor) -> Tensor:
+    """Pictures turned counter-clockwise by 0, 90, 180 and 270 degrees: [4, n, 3, H, W]."""
+    return torch.stack([torch.rot90(images, k, (-2, -1)) for k in range(4)])
+
+
+def unit(features: Tensor) -> Tensor:
+    """Rows of length one."""
+    return torch.nn.functional.normalize(features, dim=-1)

@@ -66,16 +66,18 @@ def total(tensor: Tensor) -> Tensor:
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
+    def forward(tensor: Tensor) -> Tensor:
         result = tensor.clone()
         dist.all_reduce(result)
         return result
 
     @staticmethod
+    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Apart from forward, so that torch.func can differentiate it."""
+
+    @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
-        result = grad.clone()
-        dist.all_reduce(result)
-        return result
+        return _Total.forward(grad)
 
 
 def mine(rows: Tensor) -> Tensor:
@@ -83,19 +85,24 @@ def mine(rows: Tensor) -> Tensor:
     return rows if world() == 1 else rows.chunk(world())[rank()]
 
 
-class SyncNorm2d(nn.BatchNorm2d):
+class SyncNorm(nn.modules.batchnorm._BatchNorm):
     """BatchNorm over the rows of all ranks, on any device (torch's own needs a GPU)."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim >= 2
+
+    def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(x)
-        moments = torch.stack([x.mean((0, 2, 3)), x.square().mean((0, 2, 3))])
+            return super().forward(input)
+        axes = [axis for axis in range(input.ndim) if axis != 1]
+        moments = torch.stack([input.mean(axes), input.square().mean(axes)])
         mean, square = total(moments / world())
         var = square - mean.square()
-        if self.track_running_stats and self.running_mean is not None:
-            self._follow(mean, var, world() * x.numel() / x.shape[1])
+        if self.track_running_stats:
+            self._follow(mean, var, world() * input.numel() / input.shape[1])
         scale = (var + self.eps).rsqrt() * self.weight
-        shifted: Tensor = x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+        shape = (1, -1, *[1] * (input.ndim - 2))
+        shifted: Tensor = input * scale.view(shape) + (self.bias - mean * scale).view(shape)
         return shifted
 
     @torch.no_grad()
@@ -108,13 +115,8 @@ class SyncNorm2d(nn.BatchNorm2d):
 
 
 def synchronised(net: nn.Module) -> nn.Module:
-    """Replace BatchNorm by its synchronised form when there is more than one rank."""
-    if world() == 1:
-        return net
-    for name, child in net.named_children():
-        if type(child) is nn.BatchNorm2d:
-            child.__class__ = SyncNorm2d
-        else:
-            synchronised(child)
-            setattr(net, name, child)
+    """Turn BatchNorm into its synchronised form when there is more than one rank."""
+    for module in net.modules() if world() > 1 else ():
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d):
+            module.__class__ = SyncNorm
     return net

@@ -159,6 +159,7 @@ def _model(
             counts=tuple(int((labels == k).sum()) for k in range(classes)),
         )
         method = methods.build(config.method, task)
+        method.picture = tuple(dataset.images.shape[1:])
         net = nets.Net(body, method.heads(), bf16=config.precision == "bf16")
     parallel.synchronised(net)
     return method, net

@@ -66,6 +66,5 @@ class FreeMatch(FixMatch):
         counts = total(ops.count(p.argmax(-1), p.shape[-1], accepted)) / n
         inverse = torch.where(counts > 0, 1 / counts.clamp_min(torch.finfo(p.dtype).tiny), 0.0)
         goal = ops.normalise(state["mean"] / state["histogram"])
-        drawn = marginal * inverse
-        drawn = drawn / drawn.sum().clamp_min(torch.finfo(p.dtype).tiny)
+        drawn = ops.normalise(marginal * inverse)
         return torch.where(number > 0, (goal * (drawn + 1e-12).log()).sum(), 0.0)

@@ -1,0 +1,100 @@
+"""CoMatch, Li et al. 2021, https://arxiv.org/abs/2011.11183"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from calmatch import ops
+from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
+from calmatch.methods import align
+
+
+def projector(features: int, size: int) -> nn.Module:
+    """Two linear layers to an embedding; its length is taken out where it is used."""
+    return nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, size))
+
+
+class CoMatch(Method):
+    """Smooths guesses over neighbours in a bank, and pulls embeddings of alike guesses together."""
+
+    u_views = ("weak", "strong", "strong")
+    ema = 0.999
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        threshold: float = 0.95,
+        contrast_threshold: float = 0.8,
+        temperature: float = 0.2,
+        smoothing: float = 0.9,
+        weight: float = 1.0,
+        contrast: float = 1.0,
+        size: int = 64,  # of the embedding
+        bank: int = 512,  # rows; USB keeps 32 batches of 8 + 8
+        queue: int = 32,  # batches over which guesses are aligned
+        gate: int | None = None,  # steps before smoothing starts; steps / 200
+    ) -> None:
+        super().__init__(task)
+        between("threshold", threshold, 0, 1)
+        self.threshold, self.contrast_threshold = threshold, contrast_threshold
+        self.temperature, self.smoothing = temperature, smoothing
+        self.weight, self.contrast, self.size = weight, contrast, size
+        self.gate = task.steps // 200 if gate is None else gate
+        self.remember(
+            features=torch.zeros(bank, size),
+            probs=torch.zeros(bank, task.classes),
+            place=torch.tensor(0),
+            queue=torch.zeros(queue, task.classes),
+            queue_place=torch.tensor(0),
+        )
+
+    def heads(self) -> dict[str, nn.Module]:
+        return {"project": projector(self.task.features, self.size)}
+
+    def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
+        x, w, s, other = apart(net, *batch.x, *batch.u)
+        project = net.get_submodule("heads.project")
+        f_x, f_w, f_s, f_o = (ops.unit(project(out.features)) for out in (x, w, s, other))
+        queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
+        aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)
+        p = self.smooth(aligned, f_w.detach(), batch)
+        mask = (p.amax(-1) >= self.threshold).to(p.dtype)
+        state = self.store(
+            torch.cat([f_w, f_x]).detach(), torch.cat([aligned, ops.soft(batch.y, x.logits)])
+        )
+        return Plan(
+            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
+            Term(s.logits, p, self.weight * mask),
+            extra={"contrast": self.contrast * self.contrastive(p, f_s, f_o)},
+            state=state | {"queue": queue, "queue_place": place},
+        )
+
+    def smooth(self, p: Tensor, features: Tensor, batch: Batch) -> Tensor:
+        """Mix each guess with its neighbours' in the bank, once that is filled."""
+        bank = self.get_buffer("features")
+        near = (features @ bank.T / self.temperature).softmax(-1)
+        mixed = self.smoothing * p + (1 - self.smoothing) * near @ self.get_buffer("probs")
+        batches = len(bank) // (len(p) + len(batch.y))
+        ready = (batch.step >= self.gate) & (batch.step > batches)
+        return torch.where(ready, mixed, p)
+
+    def store(self, features: Tensor, probs: Tensor) -> dict[str, Tensor]:
+        """Overwrite the oldest rows of the bank."""
+        bank, place = self.get_buffer("features"), self.get_buffer("place")
+        n = min(len(features), len(bank))
+        rows = (place + torch.arange(n, device=place.device)) % len(bank)
+        return {
+            "features": bank.index_copy(0, rows, features[:n]),
+            "probs": self.get_buffer("probs").index_copy(0, rows, probs[:n]),
+            "place": (place + n) % len(bank),
+        }
+
+    def contrastive(self, p: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Cross-entropy from the graph of alike guesses to the graph of alike embeddings."""
+        alike = p @ p.T
+        alike = alike.masked_fill(torch.eye(len(p), dtype=torch.bool, device=p.device), 1.0)
+        graph = ops.normalise(alike * (alike >= self.contrast_threshold))
+        near = (first @ second.T / self.temperature).softmax(-1)
+        return -(graph * (near + 1e-7).log()).sum(-1).mean()

@@ -1,0 +1,92 @@
+"""SimMatch, Zheng et al. 2022, https://arxiv.org/abs/2203.06915"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from calmatch import ops
+from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
+from calmatch.methods import align
+from calmatch.methods.comatch import projector
+from calmatch.parallel import gather
+
+
+class SimMatch(Method):
+    """Teaches the strong view the weak view's class and its likeness to labelled pictures."""
+
+    ema = 0.999
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        threshold: float = 0.95,
+        temperature: float = 0.1,
+        smoothing: float = 0.9,
+        weight: float = 1.0,
+        instance: float = 1.0,
+        size: int = 128,  # of the embedding
+        queue: int = 32,  # batches over which guesses are aligned
+        gate: int | None = None,  # steps before the bank is used; steps / 200
+        teacher: bool = False,  # fill the bank with the averaged weights' embeddings
+        faithful: Literal["usb", "paper"] = "usb",
+    ) -> None:
+        super().__init__(task)
+        between("threshold", threshold, 0, 1)
+        self.threshold, self.temperature, self.smoothing = threshold, temperature, smoothing
+        self.weight, self.instance, self.size = weight, instance, size
+        self.teacher, self.faithful = teacher, faithful
+        self.gate = task.steps // 200 if gate is None else gate
+        self.remember(
+            bank=ops.unit(torch.randn(task.labelled, size)),  # one row a labelled picture
+            labels=torch.zeros(task.labelled, dtype=torch.long),
+            queue=torch.zeros(queue, task.classes),
+            queue_place=torch.tensor(0),
+        )
+
+    def heads(self) -> dict[str, nn.Module]:
+        return {"project": projector(self.task.features, self.size)}
+
+    def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
+        x, w, s = apart(net, *batch.x, *batch.u)
+        project = net.get_submodule("heads.project")
+        f_x, f_w = (ops.unit(project(out.features.detach())).detach() for out in (x, w))
+        f_s = ops.unit(project(s.features))
+        queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
+        aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)
+        bank, labels = self.get_buffer("bank"), self.get_buffer("labels")
+        like = (f_w @ bank.T / self.temperature).softmax(-1)
+        target = ops.normalise(like * aligned[:, labels])
+        by_class = torch.zeros_like(aligned).index_add(1, labels, like)
+        started = batch.step >= self.gate
+        mixed = self.smoothing * aligned + (1 - self.smoothing) * by_class
+        p = torch.where(started, mixed, aligned)
+        mask = (p.amax(-1) >= self.threshold).to(p.dtype)
+        instance = ops.soft_loss(f_s @ bank.T / self.temperature, target).mean()
+        if self.teacher:
+            with torch.no_grad(), frozen(ema):
+                f_x = ops.unit(ema.get_submodule("heads.project")(ema(batch.x[0]).features))
+        state = self.store(f_x, batch)
+        return Plan(
+            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
+            Term(s.logits, p, self.weight * mask),
+            extra={"instance": self.instance * torch.where(started, instance, 0.0)},
+            state=state | {"queue": queue, "queue_place": place},
+        )
+
+    def store(self, features: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Move the batch's rows of the bank towards its embeddings."""
+        ids, features, y = gather(batch.x_id), gather(features), gather(batch.y)
+        bank = self.get_buffer("bank")
+        if not self.teacher:
+            features = 0.7 * bank[ids] + 0.3 * features
+            # USB normalises each dimension over the batch; the paper each row
+            axis = 0 if self.faithful == "usb" else 1
+            features = torch.nn.functional.normalize(features, dim=axis)
+        return {
+            "bank": bank.index_copy(0, ids, features),
+            "labels": self.get_buffer("labels").index_copy(0, ids, y),
+        }

@@ -1,0 +1,57 @@
+"""SoftMatch, Chen et al. 2023, https://arxiv.org/abs/2301.10921"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from calmatch import ops
+from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
+from calmatch.methods import align
+from calmatch.parallel import average, gather
+
+
+class SoftMatch(Method):
+    """FixMatch whose weight falls as a Gaussian below the mean confidence, instead of a step."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        momentum: float = 0.999,
+        sigmas: float = 2.0,
+        weight: float = 1.0,
+        uniform: bool = True,  # align guesses to uniform, or to the labelled predictions
+    ) -> None:
+        super().__init__(task)
+        between("momentum", momentum, 0, 1)
+        self.momentum, self.sigmas, self.weight, self.uniform = momentum, sigmas, weight, uniform
+        self.remember(
+            centre=torch.tensor(1 / task.classes),
+            spread=torch.tensor(1.0),
+            mean=torch.zeros(task.classes),
+            target=torch.full((task.classes,), 1 / task.classes),
+        )
+
+    def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
+        x, weak, strong = apart(net, *batch.x, *batch.u, grad=(True, False, True))
+        p = weak.logits.softmax(-1)
+        mean = align.follow(self.get_buffer("mean"), p, self.momentum)
+        target = self.get_buffer("target")
+        if not self.uniform:
+            known = average(x.logits.detach().softmax(-1).mean(0))
+            target = ops.moving(target, known, self.momentum)
+        confidence = align.aligned(p, mean, target).amax(-1)
+        all_ranks = gather(confidence)
+        # unbiased, as the reference; one picture alone has no spread
+        variance = all_ranks.var(correction=min(1, len(all_ranks) - 1))
+        centre = ops.moving(self.get_buffer("centre"), all_ranks.mean(), self.momentum)
+        spread = ops.moving(self.get_buffer("spread"), variance, self.momentum)
+        below = (confidence - centre).clamp_max(0)
+        floor = torch.finfo(p.dtype).tiny
+        trust = torch.exp(-below.square() * self.sigmas**2 / (2 * spread).clamp_min(floor))
+        return Plan(
+            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
+            Term(strong.logits, weak.logits.argmax(-1), self.weight * trust),
+            state={"centre": centre, "spread": spread, "mean": mean, "target": target},
+        )
