@@ -303,10 +303,9 @@ def test_gradients_at_the_embeddings_equal_the_reference(name, monkeypatch):
         values, state = objective(batch_at(file, step, method, name))
         values["loss"].backward()
         method.commit(state)
-        for view, ours in zip(("lb", "w", "s", "s2"), made, strict=False):
-            if f"out_grad_feat_{view}" in file:
-                theirs = file[f"out_grad_feat_{view}"][step]
-                close(torch.zeros_like(ours) if ours.grad is None else ours.grad, theirs)
+        views = [v for v in ("lb", "w", "s", "s2") if f"out_grad_feat_{v}" in file]
+        theirs = torch.cat([file[f"out_grad_feat_{view}"][step] for view in views])
+        close(torch.zeros_like(made[0]) if made[0].grad is None else made[0].grad, theirs)
 
 
 @pytest.mark.parametrize("name", ["bam", "bam_uda"])

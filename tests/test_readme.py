@@ -1,7 +1,12 @@
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from calmatch.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,3 +32,14 @@ def test_ci_calls_only_what_the_readme_names():
     script = (ROOT / ".ci" / "run").read_text()
     for target in re.findall(r"^make (.+)$", script, re.MULTILINE)[0].split():
         assert f"make {target}" in README
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_page_with_its_true_defaults(name):
+    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    parameters = list(inspect.signature(METHODS[name]).parameters.values())[1:]
+    defaults = ", ".join(f"{p.name}={p.default!r}" for p in parameters) or "none"
+    assert f"`{defaults}`" in page
+    for part in ("## Equation", "## Where ours and the original differ", "## Reference"):
+        assert part in page
+    assert f"]({name}.md)" in (ROOT / "docs" / "methods" / "index.md").read_text()

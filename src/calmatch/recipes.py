@@ -10,6 +10,9 @@ from calmatch.config import Config
 
 def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
     """scikit-learn's digits with 4 labels a class: seconds on a laptop."""
+    from calmatch import methods
+
+    averaged = methods.find(method).ema > 0
     config = Config(
         dataset="digits",
         labels=40,
@@ -22,6 +25,7 @@ def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
         steps=500,
         lr=6e-3,
         warmup=20,
+        ema=0.95 if averaged else None,  # 0.999 would still remember the first weights
         log_every=50,
         eval_every=100,
     )

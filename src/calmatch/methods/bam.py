@@ -98,7 +98,7 @@ class BAM(Method):
             drawn = (layer(w.features, *(e[1:] for e in eps)) / self.temperature).softmax(-1)
         p = drawn.mean(0)
         guess = p.argmax(-1)
-        spread = drawn.std(0).gather(-1, guess[:, None])[:, 0]
+        spread = drawn[:, torch.arange(len(guess), device=guess.device), guess].std(0)
         mask = (spread <= self.get_buffer("spread")).to(p.dtype)
         target = ops.sharpen(p, self.temperature) if self.on == "uda" else guess
         rows = world() * len(z_x)

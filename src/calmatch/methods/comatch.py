@@ -6,13 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from calmatch import ops
-from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
+from calmatch.core import Batch, Method, Output, Plan, Task, Term, apart, between
 from calmatch.methods import align
 
 
 def projector(features: int, size: int) -> nn.Module:
-    """Two linear layers to an embedding; its length is taken out where it is used."""
+    """Two linear layers to an embedding."""
     return nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, size))
+
+
+def embed(net: nn.Module, *outputs: Output) -> tuple[Tensor, ...]:
+    """Embeddings of length one, all through the projector together."""
+    features = torch.cat([out.features for out in outputs])
+    together: Tensor = ops.unit(net.get_submodule("heads.project")(features))
+    return tuple(together.split([len(out.features) for out in outputs]))
 
 
 class CoMatch(Method):
@@ -55,8 +62,7 @@ class CoMatch(Method):
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, w, s, other = apart(net, *batch.x, *batch.u)
-        project = net.get_submodule("heads.project")
-        f_x, f_w, f_s, f_o = (ops.unit(project(out.features)) for out in (x, w, s, other))
+        f_x, f_w, f_s, f_o = embed(net, x, w, s, other)
         queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
         aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)
         p = self.smooth(aligned, f_w.detach(), batch)
@@ -75,7 +81,7 @@ class CoMatch(Method):
         """Mix each guess with its neighbours' in the bank, once that is filled."""
         bank = self.get_buffer("features")
         near = (features @ bank.T / self.temperature).softmax(-1)
-        mixed = self.smoothing * p + (1 - self.smoothing) * near @ self.get_buffer("probs")
+        mixed = torch.lerp(near @ self.get_buffer("probs"), p, self.smoothing)
         batches = len(bank) // (len(p) + len(batch.y))
         ready = (batch.step >= self.gate) & (batch.step > batches)
         return torch.where(ready, mixed, p)
@@ -93,8 +99,7 @@ class CoMatch(Method):
 
     def contrastive(self, p: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Cross-entropy from the graph of alike guesses to the graph of alike embeddings."""
-        alike = p @ p.T
-        alike = alike.masked_fill(torch.eye(len(p), dtype=torch.bool, device=p.device), 1.0)
+        alike = (p @ p.T).fill_diagonal_(1.0)
         graph = ops.normalise(alike * (alike >= self.contrast_threshold))
         near = (first @ second.T / self.temperature).softmax(-1)
         return -(graph * (near + 1e-7).log()).sum(-1).mean()

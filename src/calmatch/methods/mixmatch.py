@@ -41,15 +41,15 @@ class MixMatch(Method):
 
     def mix(self, batch: Batch, images: list[Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
         """All pictures with all labels, each moved towards a partner's by the same share."""
-        y = ops.soft(batch.y, target[: len(batch.y)].new_zeros(len(batch.y), target.shape[1]))
+        y = ops.soft(batch.y, target.new_zeros(len(batch.y), target.shape[1]))
         labels = torch.cat([y, *[target] * (len(images) - 1)])
         pictures = torch.cat(images)
         share = torch.maximum(batch.draws["beta"], 1 - batch.draws["beta"]).to(pictures.dtype)
         keys = torch.cat([batch.draws["x_key"], batch.draws["u_key"].T.flatten()])
         partner = keys.argsort()
         return (
-            share * pictures + (1 - share) * pictures[partner],
-            share * labels + (1 - share) * labels[partner],
+            torch.lerp(pictures[partner], pictures, share),
+            torch.lerp(labels[partner], labels, share),
         )
 
     def guess(self, net: nn.Module, batch: Batch) -> Tensor:

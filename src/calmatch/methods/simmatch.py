@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
 from calmatch.methods import align
-from calmatch.methods.comatch import projector
+from calmatch.methods.comatch import embed, projector
 from calmatch.parallel import gather
 
 
@@ -52,9 +52,8 @@ class SimMatch(Method):
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, w, s = apart(net, *batch.x, *batch.u)
-        project = net.get_submodule("heads.project")
-        f_x, f_w = (ops.unit(project(out.features.detach())).detach() for out in (x, w))
-        f_s = ops.unit(project(s.features))
+        f_x, f_w, f_s = embed(net, x, w, s)
+        f_x, f_w = f_x.detach(), f_w.detach()
         queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
         aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)
         bank, labels = self.get_buffer("bank"), self.get_buffer("labels")
@@ -62,13 +61,13 @@ class SimMatch(Method):
         target = ops.normalise(like * aligned[:, labels])
         by_class = torch.zeros_like(aligned).index_add(1, labels, like)
         started = batch.step >= self.gate
-        mixed = self.smoothing * aligned + (1 - self.smoothing) * by_class
+        mixed = torch.lerp(by_class, aligned, self.smoothing)
         p = torch.where(started, mixed, aligned)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         instance = ops.soft_loss(f_s @ bank.T / self.temperature, target).mean()
         if self.teacher:
             with torch.no_grad(), frozen(ema):
-                f_x = ops.unit(ema.get_submodule("heads.project")(ema(batch.x[0]).features))
+                (f_x,) = embed(ema, ema(batch.x[0]))
         state = self.store(f_x, batch)
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
