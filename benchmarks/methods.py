@@ -1,4 +1,4 @@
-"""What each method's own arithmetic costs: everything but the network, as a share of a FixMatch step.
+"""What each method costs beside the network, as a share of a FixMatch step.
 
 The network and its heads are replaced by ones that hand out ready outputs; what is left of a step
 (targets, weights, losses, memory, backward through them) is the method's. Eager, on the CPU.
