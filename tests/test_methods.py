@@ -114,10 +114,10 @@ def test_a_stopped_run_continues_bit_for_bit(tiny, tmp_path, method):
         whole.advance(whole.parts.batches[whole.step])
     for _ in range(6):  # in the middle of a chunk and of a log interval
         before.advance(before.parts.batches[before.step])
-    note = {"sums": before.sums.steps, "best": None}
+    note = {"sums": before.sums.steps, "best": None, "best_step": None}
     checkpoint.save(tmp_path, before.step, before.tensors(), note)
-    tensors, note, complaints = checkpoint.newest(tmp_path)
-    after.restore(tensors, note)
+    found, complaints = checkpoint.newest(tmp_path)
+    after.restore(*found)
     assert not complaints
     for _ in range(4):
         after.advance(after.parts.batches[after.step])
@@ -198,6 +198,49 @@ def test_nothing_becomes_nan_at_the_edges(tiny, method, sharp, ratio):
     while run.step < 8:
         run.advance(run.parts.batches[run.step])
     assert all(torch.isfinite(value).all() for value in run.tensors().values())
+
+
+@pytest.mark.parametrize(
+    ("method", "memory"),
+    [("fixmatch", {}), ("flexmatch", {"learnt": 1.0}), ("freematch", {"overall": 2000.0})]
+    + [("bam", {"spread": -1.0}), ("comatch", {}), ("simmatch", {}), ("shrinkmatch", {})],
+)
+def test_losses_and_gradients_stay_finite_when_nothing_at_all_is_accepted(tiny, method, memory):
+    run = start(tiny(method, penalty=penalty(method)))
+    run.parts.method.commit({name: torch.tensor(value) for name, value in memory.items()})
+    with torch.no_grad():
+        run.parts.net.body.head.weight.zero_()
+    values, _ = run.objective(run.parts.batches[0])
+    values["loss"].backward()
+    assert values["accepted"].item() == 0
+    assert all(torch.isfinite(value).all() for value in values.values())
+    gradients = [p.grad for p in run.parts.net.parameters() if p.grad is not None]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+FIRST_ONLY = ("pseudolabel", "pimodel", "meanteacher", "vat", "mixmatch", "remixmatch")
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_batch_norm_follows_one_forward_of_the_step(tiny, method):
+    """All views together, or for some methods the labelled pictures (or their mixtures) alone."""
+    run = start(tiny(method, net="small(width=4)", ema=0.9))
+    norm = run.parts.net.body.layers[0][1]
+    seen = []
+    norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+    before = norm.running_mean.clone()
+    run.objective(run.parts.batches[0])
+    assert int(norm.num_batches_tracked) == 1
+    expected = torch.lerp(before, seen[_first(seen, method)].mean((0, 2, 3)), norm.momentum)
+    torch.testing.assert_close(norm.running_mean, expected)
+
+
+def _first(seen: list[torch.Tensor], method: str) -> int:
+    """The forward that moves the statistics: the first over as many rows as are labelled."""
+    if method not in FIRST_ONLY:
+        assert len(seen) == 1
+        return 0
+    return next(k for k, rows in enumerate(seen) if len(rows) == 8)
 
 
 @pytest.mark.slow
@@ -281,6 +324,40 @@ def test_dash_measures_its_starting_loss_on_labelled_pictures(tiny):
     torch.testing.assert_close(method.loss, torch.stack(seen[:3]).mean())
     thresholds = [float(method.threshold_at(torch.tensor(t), torch.tensor(1.0))) for t in (3, 5, 7)]
     assert thresholds == pytest.approx([1.0001 / 1.27**n for n in range(3)])
+
+
+def paper(tiny, method):
+    run = start(tiny(method, precision="fp64", steps=4))
+    batch = run.parts.batches[2]
+    x, w, s = (run.parts.net(view).logits.detach() for view in (*batch.x, *batch.u))
+    return run, batch, run.parts.method(run.parts.net, run.parts.ema, batch), (x, w, s)
+
+
+def test_the_papers_uda_sharpens_its_target(tiny):
+    _, _, plan, (_, w, _) = paper(tiny, "uda(threshold=0.0, faithful='paper')")
+    torch.testing.assert_close(plan.unlabelled.target, (w / 0.4).softmax(-1))
+
+
+def test_the_papers_refixmatch_compares_softened_logits(tiny):
+    _, _, plan, (_, w, s) = paper(tiny, "refixmatch(faithful='paper')")
+    target, logp = (w / 0.5).log_softmax(-1), (s / 0.5).log_softmax(-1)
+    rejected = (w.softmax(-1).amax(-1) < 0.95).double()
+    expected = (rejected * (target.exp() * (target - logp)).sum(-1)).mean()
+    torch.testing.assert_close(plan.extra["rejected"].detach(), expected)
+
+
+def test_the_papers_simmatch_keeps_rows_of_its_bank_at_length_one(tiny):
+    _, batch, plan, _ = paper(tiny, "simmatch(faithful='paper')")
+    rows = plan.state["bank"][batch.x_id]
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows), dtype=rows.dtype))
+
+
+def test_the_papers_adamatch_starts_slowly_and_mixes_labelled_logits(tiny):
+    _, batch, plan, (x, _, _) = paper(tiny, "adamatch(threshold=0.0, faithful='paper')")
+    # step 2 of 4: 1/2 - cos(pi)/2 = 1; both forwards agree without BatchNorm
+    torch.testing.assert_close(plan.unlabelled.weight, torch.ones_like(plan.unlabelled.weight))
+    torch.testing.assert_close(plan.labelled.logits.detach(), x)
+    assert batch.draws["x_mix"].shape == x.shape
 
 
 def test_paper_and_usb_differ_where_they_should(tiny):

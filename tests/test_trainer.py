@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ FILES = {
     "model.json",
     "predictions.npz",
     "result.json",
+    "report.html",
 }
 
 
@@ -95,6 +97,7 @@ def test_best_keeps_the_weights_of_the_best_validation(tiny, tmp_path):
     best = min(lines, key=lambda line: line["nll"])
     tested = next(line for line in run.lines("test") if line["step"] == best["step"])
     assert run.result["metrics"]["nll"]["value"] == pytest.approx(tested["nll"])
+    assert run.result["step"] == best["step"]
     assert not run.result["leaky"]
 
 
@@ -148,6 +151,14 @@ def test_ema_follows_the_weights_and_copies_counters(tiny):
         ({"net": "smal"}, "Did you mean 'small'"),
         ({"weak": "crop(99)"}, "does not fit"),
         ({"labels": 17}, "multiple of 4"),
+        ({"method": "supervised", "penalty": "margin"}, "takes no penalty"),
+        ({"select": "best(eces)", "validation": 0.2}, "Did you mean 'ece'"),
+        ({"select": "best(ece)", "validation": 0.001}, "holds no pictures"),
+        ({"select": "best(ece)", "protocol": "paper"}, "drop --select"),
+        ({"lr": 1e30}, "The loss became infinite or NaN"),
+        ({"method": "bam(samples=1)"}, "samples is 1"),
+        ({"method": "dash(warmup=0)"}, "at least 1"),
+        ({"net": "timm.no_such_net"}, "timm has no model"),
     ],
 )
 def test_mistakes_in_a_config_say_what_to_do(tiny, tmp_path, changes, words):
@@ -171,6 +182,13 @@ def test_config_files_change_the_default_and_code_needs_trust(tmp_path):
     with pytest.raises(ValueError, match="--trust"):
         load(path, Config())
     assert load(path, Config(), trust=True).method == "my.module.Method"
+    path.write_text("lr: 5e-4\nema: null\n")
+    assert load(path, Config()).lr == 5e-4
+    path.write_text("dataset: timm.models.anything('x')\n")
+    with pytest.raises(ValueError, match="--trust"):
+        load(path, Config())
+    path.write_text("net: timm.resnet18\n")
+    assert load(path, Config()).net == "timm.resnet18"
     for bad in ("- 1", "lrr: 1", "lr: fast", "{", "!!python/object/apply:os.system ['true']"):
         path.write_text(bad)
         with pytest.raises(ValueError, match=r"\w"):
@@ -185,12 +203,16 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path):
     data = bytearray(paths[-1].read_bytes())
     data[-100] ^= 1
     paths[-1].write_bytes(data)
-    tensors, note, complaints = checkpoint.newest(tmp_path)
+    (tensors, note), complaints = checkpoint.newest(tmp_path)
     assert note["step"] == 2
     assert float(tensors["a"][0]) == 2.0
     assert "checksum" in complaints[0]
     paths[-1].write_bytes(data[:500])
-    assert checkpoint.newest(tmp_path)[1]["step"] == 2
+    assert checkpoint.newest(tmp_path)[0][1]["step"] == 2
+    paths[0].write_bytes(b"")
+    found, complaints = checkpoint.newest(tmp_path)
+    assert found is None
+    assert len(complaints) == 2
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
@@ -225,10 +247,11 @@ def checkpoints(folder):
 def test_a_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path):
     assert calmatch(*COMMAND.split(), "--out", tmp_path / "whole").returncode == 0
     chance = random.Random(os.getpid())
-    for kills in range(2):
+    for _ in range(2):
+        before = checkpoints(tmp_path / "cut")[-1:]
         process = start(tmp_path / "cut")
         # wait for a checkpoint newer than the last kill's, then a moment of chance
-        while process.poll() is None and len(checkpoints(tmp_path / "cut")) < kills + 1:
+        while process.poll() is None and checkpoints(tmp_path / "cut")[-1:] == before:
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.2))
         process.kill()
@@ -249,6 +272,26 @@ def test_a_stop_signal_writes_a_checkpoint_and_says_how_to_continue(tmp_path, nu
     assert process.returncode == code
     assert "continues" in errors
     assert checkpoints(tmp_path / "run")
+
+
+@pytest.mark.ddp
+def test_two_ranks_from_the_command_line_write_one_run(tmp_path):
+    words = COMMAND.replace("1500", "60").split()
+    assert calmatch(*words, "--out", tmp_path / "one").returncode == 0
+    processes = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for rank in range(2):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        env = ALONE | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "calmatch", *words, "--out", str(tmp_path / "two")]
+        processes.append(subprocess.Popen(command, env=env))
+    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    one, two = (load_run(tmp_path / name) for name in ("one", "two"))
+    assert [line["step"] for line in one.lines()] == [line["step"] for line in two.lines()]
+    for first, second in zip(one.lines(), two.lines(), strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=1e-3)
 
 
 def test_a_second_process_on_the_same_folder_refuses(tiny, tmp_path):

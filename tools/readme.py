@@ -1,6 +1,6 @@
 """Regenerates what the README shows: the tree, the demo's table, the demo's picture.
 
-`python tools/readme.py` rewrites it; `--check` only says whether the tree is true.
+`python tools/readme.py` rewrites it; `--tree` only the tree, `--check` says whether that is true.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ def main() -> int:
     text = README.read_text()
     if "--check" in sys.argv:
         return int(between(text, "tree", tree()) != text)
+    if "--tree" in sys.argv:
+        README.write_text(between(text, "tree", tree()))
+        return 0
     shutil.rmtree(ROOT / "demo", ignore_errors=True)
     command = [sys.executable, "-m", "calmatch", "demo", "--quiet"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

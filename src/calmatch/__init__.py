@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calmatch import augment, data, losses, methods, metrics, nets, recipes
+    from calmatch.api import train
     from calmatch.config import Config
     from calmatch.core import (
         Batch,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     )
     from calmatch.results import Run
     from calmatch.results import load as load_run
-    from calmatch.trainer import train
 
 __version__ = "0.1.0"
 _MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "recipes"]
@@ -32,7 +32,7 @@ _WHERE = {
     "Config": ("calmatch.config", "Config"),
     "Run": ("calmatch.results", "Run"),
     "load_run": ("calmatch.results", "load"),
-    "train": ("calmatch.trainer", "train"),
+    "train": ("calmatch.api", "train"),
 }
 __all__ = [
     "Batch",

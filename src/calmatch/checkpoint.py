@@ -78,15 +78,15 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, note
 
 
-def newest(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]] | None:
-    """The newest checkpoint that is whole, and a sentence about each that is not."""
+def newest(folder: Path) -> tuple[tuple[dict[str, Tensor], dict[str, Any]] | None, list[str]]:
+    """The newest checkpoint that is whole, and a sentence about each newer one that is not."""
     complaints: list[str] = []
     for path in sorted(folder.glob("*.safetensors"), reverse=True):
         try:
-            return *read(path), complaints
+            return read(path), complaints
         except ValueError as error:
-            complaints.append(f"{error} Using the one before it.")
-    return None
+            complaints.append(f"{error} Going back to what was before it.")
+    return None, complaints
 
 
 class Busy(ValueError):
@@ -96,10 +96,16 @@ class Busy(ValueError):
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Hold a run folder; the lock dies with the process, however that ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Busy(f"Another process is working in {folder}; wait or choose --out.") from error
+        for litter in folder.rglob(".*.part"):  # what a killed process had not finished writing
+            litter.unlink(missing_ok=True)
         yield

@@ -17,7 +17,6 @@ from calmatch.config import Config, load
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended."""
     words = list(sys.argv[1:] if argv is None else argv)
-    sys.path.append("")  # a person's own method may stand in the folder they work in
     try:
         return _dispatch(words)
     except KeyboardInterrupt:
@@ -81,17 +80,15 @@ def _demo(words: list[str]) -> None:
 
 def _train(words: list[str]) -> None:
     """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
-    from calmatch.report.build import build
+    options = _train_options(words)
+    from calmatch import parallel
+    from calmatch.api import train
     from calmatch.report.console import show
 
-    options = _train_options(words)
-    from calmatch.trainer import train
-
     run = train(options.run, options.out, quiet=options.quiet)
-    page = build([run], run.folder / "report.html")
-    if not options.quiet:
+    if not options.quiet and parallel.first():
         show([run])
-        print(f"Run folder: {run.folder}\nReport:     {page}")
+        print(f"Run folder: {run.folder}\nReport:     {run.folder / 'report.html'}")
 
 
 def _train_options(words: list[str]) -> Any:
@@ -127,18 +124,25 @@ def _train_options(words: list[str]) -> Any:
 
 def _evaluate(words: list[str]) -> None:
     """Error and calibration of a run, or of any model's predictions in a .npz or .csv."""
-    from calmatch import evaluate, metrics
+    from calmatch import evaluate, metrics, results
     from calmatch.options import EvaluateOptions
     from calmatch.report.console import show_metrics
 
     options = _parse(EvaluateOptions, words, "evaluate")
-    path = options.path / "predictions.npz" if options.path.is_dir() else options.path
+    if options.resamples < 0:
+        raise ValueError("--resamples must be at least 0.")
+    path, leaky = options.path, False
+    if path.is_dir():
+        leaky = results.load(path).result["leaky"]
+        path = path / "predictions.npz"
     probs, labels = evaluate.load(path)
     found = metrics.summary(probs, labels, resamples=options.resamples)
     if options.json:
         print(json.dumps({name: item._asdict() for name, item in found.items()}))
-    else:
-        show_metrics(found, len(labels))
+        return
+    show_metrics(found, len(labels), options.resamples > 0)
+    if leaky:
+        print("Leaky: these weights were chosen on the test set, as the paper and USB do.")
 
 
 def _report(words: list[str]) -> None:
@@ -148,6 +152,8 @@ def _report(words: list[str]) -> None:
     from calmatch.report.build import build
 
     options = _parse(ReportOptions, words, "report")
+    if not options.runs:
+        raise ValueError("Name at least one run folder: calmatch report RUN ...")
     runs = [results.load(folder) for folder in options.runs]
     page = build(runs, options.out or options.runs[0] / "report.html")
     print(f"Report: {page}")

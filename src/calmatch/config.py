@@ -117,13 +117,23 @@ def load(path: Path, default: Config, trust: bool = False) -> Config:
         raise ValueError(f"{path} is not valid JSON or YAML.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold one mapping of field names to values.")
-    changes = {str(key): value for key, value in found.items()}
+    changes = {str(key): _number(str(key), value) for key, value in found.items()}
     config = default.replace(**changes)
     check(config)
     if not trust:
         for name in imports(config):
             raise ValueError(f"{path} names {name!r}, which is code; add --trust to import it.")
     return config
+
+
+def _number(field: str, value: Any) -> Any:
+    """YAML reads 5e-4 as text; where a number is wanted it is one."""
+    if isinstance(value, str) and "float" in str(Config.__annotations__.get(field)):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 SPECS = (
@@ -140,11 +150,16 @@ SPECS = (
 
 def imports(config: Config) -> list[str]:
     """Dotted names that building this config would import (timm's own models aside)."""
-    texts = [str(getattr(config, field)) for field in SPECS]
-    names = [name for text in texts if text for name in spec.dotted(text)]
-    return [name for name in names if not name.startswith("timm.")]
+    found = []
+    for field in SPECS:
+        text = str(getattr(config, field))
+        names = spec.dotted(text) if text else []
+        # timm.NAME as a network is looked up in timm's list, not imported
+        found += [name for name in names if not (field == "net" and name.startswith("timm."))]
+    return found
 
 
+CONTAINING = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
 LEAST = {
     "labels": 1,
     "batch": 1,
@@ -178,7 +193,7 @@ def check(config: Config) -> None:
     _check_selection(config)
     penalties = spec.added(config.penalty) if config.penalty else []
     for part in penalties:
-        if part.name in ("cross_entropy", "smoothing", "focal"):
+        if part.name in CONTAINING:
             raise ValueError(
                 f"{part.name!r} contains the cross-entropy and would count it twice; "
                 f"write --unlabelled-loss {config.penalty!r} instead of --penalty."
@@ -198,5 +213,7 @@ def selection(config: Config) -> str | None:
 
 
 def _check_selection(config: Config) -> None:
+    if config.protocol == "paper" and config.select != "last":
+        raise ValueError("protocol=paper keeps the best error on the test set; drop --select.")
     if selection(config) and config.protocol == "honest" and config.validation == 0:
         raise ValueError("select=best needs pictures to choose on: set --validation, 0.1 say.")

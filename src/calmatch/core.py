@@ -172,6 +172,7 @@ class Objective(nn.Module):
         parts = _parts("labelled", self.labelled, plan.labelled)
         if plan.unlabelled is not None:
             parts |= _parts("unlabelled", self.unlabelled, plan.unlabelled)
+        assert not (parts.keys() | {"loss"}) & plan.extra.keys(), "an extra loss needs its own name"
         parts |= plan.extra
         loss = torch.stack(list(parts.values())).sum()
         with torch.no_grad():
@@ -197,8 +198,8 @@ class Objective(nn.Module):
             "min_entropy": (term.weight * agree * -logp.amax(-1)).mean(),
             "histogram": ops.count(guess, logp.shape[-1], accepted) / len(guess),
         }
-        if self.truth is not None and len(guess) == len(batch.u_id):
-            truth = self.truth[batch.u_id]
+        if self.truth is not None and len(guess) % len(batch.u_id) == 0:
+            truth = self.truth[batch.u_id].repeat(len(guess) // len(batch.u_id))  # MixMatch: 2R
             known = accepted * (truth >= 0)
             confidence = logp.exp().gather(-1, guess[:, None])[:, 0]
             right = known * (truth == guess)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from calmatch.api import train
 from calmatch.log import tell
 from calmatch.recipes import digits_40
 from calmatch.report import charts
 from calmatch.report.build import build
 from calmatch.report.console import show
 from calmatch.results import Run
-from calmatch.trainer import train
 
 RUNS = [
     ("supervised", ""),

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def _load_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a .npz file of plain arrays.") from error
     if "labels" not in arrays or not {"probs", "log_probs"} & set(arrays):
         raise ValueError(f"{path} must hold `labels` and `probs` (or `log_probs`).")

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -60,11 +59,11 @@ class Lines:
 
     def __init__(self, folder: Path, keep: int) -> None:
         """Continue after the first `keep` bytes; what a killed process wrote later is redone."""
-        self.path = folder / "metrics.jsonl"
-        self.file = self.path.open("ab")
-        self.file.truncate(keep)
-        self.times = (folder / "times.jsonl").open("a")
-        self.last: dict[str, Any] = {}
+        first = parallel.rank() == 0  # other ranks write into nothing
+        self.file = (folder / "metrics.jsonl" if first else Path(os.devnull)).open("ab")
+        if first:
+            self.file.truncate(keep)
+        self.times = (folder / "times.jsonl" if first else Path(os.devnull)).open("a")
 
     def write(self, line: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(line).encode() + b"\n")
@@ -75,7 +74,7 @@ class Lines:
         """Bytes written, on disk for certain."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        return self.path.stat().st_size
+        return os.fstat(self.file.fileno()).st_size
 
     def __enter__(self) -> Lines:
         return self
@@ -126,9 +125,3 @@ def tell(text: str, quiet: bool = False) -> None:
     """A line for the person at the console."""
     if not quiet and parallel.rank() == 0:
         console.print(text, markup=False, soft_wrap=True)
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for the device, where it works on its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -116,7 +116,6 @@ LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "entropy": entropy,
     "margin": margin,
 }
-REPLACING = ("smoothing", "focal")  # these contain the cross-entropy, so they cannot be added to it
 
 
 class Sum:
@@ -129,21 +128,21 @@ class Sum:
         return torch.stack([part(term) for part in self.parts.values()]).sum()
 
 
-def build(text: str) -> Loss:
+def build(text: str, classes: int = 10) -> Loss:
     """The loss a spec names, `"cross_entropy + margin(m=8)"` for example."""
     parts: dict[str, functools.partial[Tensor]] = {}
     for item in spec.added(text):
         bound = spec.bind(item, LOSSES, "loss", given=1)
-        _try(bound, text)
+        _try(bound, text, classes)
         name = item.name.rpartition(".")[2]
         same = sum(key.split("#")[0] == name for key in parts)
         parts[f"{name}#{same + 1}" if same else name] = bound
     return next(iter(parts.values())) if len(parts) == 1 else Sum(parts)
 
 
-def _try(loss: functools.partial[Tensor], text: str) -> None:
+def _try(loss: functools.partial[Tensor], text: str, classes: int) -> None:
     """Show a loss one row, so that a bad setting is an error now and not at the first step."""
-    row = Term(torch.zeros(1, 1000), torch.zeros(1, dtype=torch.long), torch.ones(1))
+    row = Term(torch.zeros(1, classes), torch.zeros(1, dtype=torch.long), torch.ones(1))
     value = loss(row)
     if not isinstance(value, Tensor) or value.ndim:
         raise spec.SpecError(f"The loss {text!r} does not return one number.")

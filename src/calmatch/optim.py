@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ def layers(names: list[str]) -> dict[str, int]:
     """
     depth: dict[str, int] = {}
     blocks: list[str] = []
+    if len({name.split(".")[0] for name in names}) == 1 and all("." in name for name in names):
+        inner = layers([name.partition(".")[2] for name in names])  # a wrapper around the network
+        return {name: inner[name.partition(".")[2]] for name in names}
     for name in names:
         if found := re.match(r"(.*?\.\d+)\.", name):
             if found[1] not in blocks:
@@ -48,7 +51,10 @@ def layers(names: list[str]) -> dict[str, int]:
 
 
 def rates(
-    shapes: Mapping[str, int], weight_decay: float, layer_decay: float
+    shapes: Mapping[str, int],
+    weight_decay: float,
+    layer_decay: float,
+    exempt: Collection[str] = (),
 ) -> dict[str, tuple[float, float]]:
     """Relative learning rate and weight decay of each body parameter, given its dimensions."""
     depth = layers(list(shapes))
@@ -56,7 +62,7 @@ def rates(
     return {
         name: (
             layer_decay ** (top - depth[name]),
-            0.0 if dims <= 1 or name.split(".")[-1] in EXEMPT else weight_decay,
+            0.0 if dims <= 1 or name.split(".")[-1] in EXEMPT or name in exempt else weight_decay,
         )
         for name, dims in shapes.items()
     }
@@ -71,7 +77,9 @@ def groups(
 ) -> list[dict[str, Any]]:
     """Optimizer groups of `net.body` and `net.heads`; each remembers its highest rate as `peak`."""
     body = {k: p for k, p in net.named_parameters() if k.startswith("body.") and p.requires_grad}
-    plain = rates({k[5:]: p.ndim for k, p in body.items()}, weight_decay, layer_decay)
+    exempt: Collection[str] = getattr(net.get_submodule("body"), "no_weight_decay", tuple)()
+    dims = {k[5:]: p.ndim for k, p in body.items()}
+    plain = rates(dims, weight_decay, layer_decay, exempt)
     found: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     for name, parameter in net.named_parameters():
         if not parameter.requires_grad:

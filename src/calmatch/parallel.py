@@ -34,6 +34,11 @@ def started(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def first() -> bool:
+    """Whether this process speaks for all, before, during and after a run."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def average(tensor: Tensor) -> Tensor:
     """Mean over ranks, without gradient."""
     if world() == 1:
@@ -95,15 +100,16 @@ class SyncNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training:
             return super().forward(input)
         axes = [axis for axis in range(input.ndim) if axis != 1]
-        moments = torch.stack([input.mean(axes), input.square().mean(axes)])
-        mean, square = total(moments / world())
-        var = square - mean.square()
+        shape = (1, -1, *[1] * (input.ndim - 2))
+        wide = input.to(self.weight.dtype)  # bfloat16 is too narrow for statistics
+        mean = total(wide.mean(axes) / world())
+        centred = wide - mean.view(shape)
+        var = total(centred.square().mean(axes) / world())
         if self.track_running_stats:
             self._follow(mean, var, world() * input.numel() / input.shape[1])
         scale = (var + self.eps).rsqrt() * self.weight
-        shape = (1, -1, *[1] * (input.ndim - 2))
-        shifted: Tensor = input * scale.view(shape) + (self.bias - mean * scale).view(shape)
-        return shifted
+        shifted = centred * scale.view(shape) + self.bias.view(shape)
+        return shifted.to(input.dtype)
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, var: Tensor, n: float) -> None:

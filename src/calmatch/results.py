@@ -137,7 +137,12 @@ def measure(config: Config, parts: Parts) -> dict[str, dict[str, float]]:
 
 
 def finish(
-    folder: Path, config: Config, parts: Parts, best: Mapping[str, Tensor], quiet: bool
+    folder: Path,
+    config: Config,
+    parts: Parts,
+    best: Mapping[str, Tensor],
+    best_step: int | None,
+    quiet: bool,
 ) -> Run:
     """Predict the test set with the chosen weights and write everything that outlives the run."""
     net = parts.judged
@@ -151,9 +156,9 @@ def finish(
         packed = io.BytesIO()
         np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy())
         checkpoint.write(folder / "predictions.npz", packed.getvalue())
-        checkpoint.write_json(
-            folder / "result.json", _result(folder, config, parts, log_probs, labels)
-        )
+        result = _result(folder, config, parts, log_probs, labels)
+        result["step"] = best_step or config.steps
+        checkpoint.write_json(folder / "result.json", result)
     if parallel.world() > 1:
         torch.distributed.barrier()
     return load(folder)
@@ -181,7 +186,7 @@ def _result(
         if config.protocol == "paper"
         else config.select,
         "leaky": config.protocol == "paper",
-        "weights": "ema" if parts.momentum else "last",
+        "weights": "ema" if parts.momentum else "plain",
         "pictures": {
             "labelled": len(parts.split.labelled),
             "unlabelled": len(parts.split.unlabelled),

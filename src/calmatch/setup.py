@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from calmatch import augment, data, losses, methods, nets, parallel, spec
-from calmatch.config import Config
+from calmatch.config import Config, selection
 from calmatch.core import Loss, Method, Task
 from calmatch.data.batches import Batches, stream_seed
 from calmatch.data.resident import Resident
 from calmatch.data.split import Split, split
+from calmatch.metrics import METRICS
 
 
 @dataclass
@@ -56,6 +58,7 @@ def prepare(config: Config) -> Parts:
         validation=config.validation,
         include_labelled=config.include_labelled,
     )
+    _check_sets(config, chosen, len(dataset.test_labels))
     size = dataset.images.shape[-1]
     rows = {name: torch.tensor(ids, dtype=torch.long) for name, ids in chosen._asdict().items()}
     sets = {"test": (Resident(dataset.test_images, device), dataset.test_labels)}
@@ -67,8 +70,8 @@ def prepare(config: Config) -> Parts:
     net, method = net.to(device, dtype), method.to(device, dtype)
     momentum = method.ema if config.ema is None else config.ema
     ema = copy.deepcopy(net).requires_grad_(False) if momentum else net
-    labelled_loss, unlabelled_loss = _losses(config, method)
-    batch, unlabelled_batch, notes = _sizes(config, chosen)
+    labelled_loss, unlabelled_loss = _losses(config, method, len(dataset.classes))
+    batch, unlabelled_batch, notes = _sizes(config, chosen, method)
     batches = Batches(
         method,
         Resident(dataset.images[rows["labelled"]], device),
@@ -98,7 +101,7 @@ def prepare(config: Config) -> Parts:
         batches=batches,
         size=size,
         title=title(config),
-        notes=notes + warnings(config, method, len(dataset.classes)),
+        notes=[*nets.pretrained.messages, *notes, *warnings(config, method, len(dataset.classes))],
     )
 
 
@@ -111,9 +114,25 @@ def pick_device(name: str) -> torch.device:
     }
     if name == "auto":
         name = next(kind for kind, found in there.items() if found)
+    if name == "cuda" and there["cuda"] and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"  # each rank its own card
+        torch.cuda.set_device(name)
     if not there.get(name.partition(":")[0], False):
         raise ValueError(f"There is no device {name!r} here; use --device auto or cpu.")
     return torch.device(name)
+
+
+def _check_sets(config: Config, chosen: Split, tested: int) -> None:
+    if tested == 0:
+        raise ValueError(f"{config.dataset} has no test pictures to measure on.")
+    if (metric := selection(config)) is None:
+        return
+    if metric not in METRICS:
+        raise ValueError(
+            f"There is no metric {metric!r} to select by.{spec.nearest(metric, METRICS)}"
+        )
+    if config.protocol == "honest" and not chosen.validation:
+        raise ValueError("That validation share holds no pictures; raise --validation.")
 
 
 def title(config: Config) -> str:
@@ -148,8 +167,8 @@ def _model(
     with torch.random.fork_rng():
         torch.manual_seed(stream_seed(config.seed, 0))
         classes = len(dataset.classes)
-        body = nets.body(config.net, classes)
         size = dataset.images.shape[-1]
+        body = nets.build(config.net, classes, size)
         task = Task(
             classes=classes,
             labelled=len(labels),
@@ -165,15 +184,17 @@ def _model(
     return method, net
 
 
-def _losses(config: Config, method: Method) -> tuple[Loss, Loss]:
+def _losses(config: Config, method: Method, classes: int) -> tuple[Loss, Loss]:
+    if not method.u_views and (config.penalty or config.unlabelled_loss):
+        raise ValueError(f"{config.method} uses no unlabelled pictures, so it takes no penalty.")
     labelled = config.labelled_loss or method.losses["labelled"]
     unlabelled = config.unlabelled_loss or method.losses["unlabelled"]
     if config.penalty:
         unlabelled = f"{unlabelled} + {config.penalty}"
-    return losses.build(labelled), losses.build(unlabelled)
+    return losses.build(labelled, classes), losses.build(unlabelled, classes)
 
 
-def _sizes(config: Config, chosen: Split) -> tuple[int, int, list[str]]:
+def _sizes(config: Config, chosen: Split, method: Method) -> tuple[int, int, list[str]]:
     """Batch sizes, cut to what there is and to a multiple of the ranks."""
     notes = []
     sizes = []
@@ -181,7 +202,9 @@ def _sizes(config: Config, chosen: Split) -> tuple[int, int, list[str]]:
     for side, size in wanted.items():
         there = len(getattr(chosen, side))
         cut = min(size, there) // parallel.world() * parallel.world()
-        if cut == 0:
+        if cut == 0 and side == "unlabelled" and not method.u_views:
+            cut = size = there  # nobody will look at them
+        elif cut == 0:
             raise ValueError(f"{there} {side} pictures are too few to train on.")
         if cut < size:
             notes.append(f"There are {there} {side} pictures, so batches hold {cut}, not {size}.")

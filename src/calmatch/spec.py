@@ -7,9 +7,11 @@ import difflib
 import functools
 import importlib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 LONGEST = 2000  # characters; a spec is a line, not a program
@@ -118,10 +120,14 @@ def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Calla
     if "." not in name:
         raise SpecError(f"There is no {kind} called {name!r}.{nearest(name, table)}")
     module, _, attribute = name.rpartition(".")
+    here = str(Path.cwd())
+    sys.path.append(here)  # a person's own code may stand in the folder they work in
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(f"Cannot import the {kind} {name!r}: {error}.") from error
+    finally:
+        sys.path.remove(here)
     if not callable(found):
         raise SpecError(f"{name!r} is not a {kind}.")
     return typing.cast(Callable[..., Any], found)

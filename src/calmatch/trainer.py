@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ class Training:
     sums: log.Sums = field(default_factory=log.Sums)
     best: dict[str, Tensor] = field(default_factory=dict)
     best_value: float | None = None
+    best_step: int | None = None
 
     def advance(self, batch: Batch) -> None:
         """One training step."""
@@ -84,7 +86,7 @@ class Training:
         self.parts.method.load_state_dict(_under("method/", held))
         self.best, self.sums.totals = _under("best/", held), _under("sums/", held)
         self.step, self.sums.steps = int(note["step"]), int(note["sums"])
-        self.best_value = note["best"]
+        self.best_value, self.best_step = note["best"], note["best_step"]
         for name, parameter in self.parts.net.named_parameters():
             # fused steps keep their step count on the parameter's device
             if own := _under(f"optimizer/{name}/", held):
@@ -107,13 +109,7 @@ def follow(ema: nn.Module, net: nn.Module, momentum: float) -> None:
 
 
 def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> results.Run:
-    """Train one run into its folder; the same call again continues or returns it.
-
-    Args:
-        config: what to run; see `recipes`.
-        out: the run folder; by default `runs/` and a name made from the config.
-        quiet: no progress bar and no lines.
-    """
+    """Train one run into its folder, or continue or return the one that is there."""
     configs.check(config)
     folder = Path(out) if out is not None else Path("runs") / results.name(config)
     with parallel.started(pick_device(config.device)), results.held(folder):
@@ -130,13 +126,14 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
     for line in parts.notes:
         log.tell(line, quiet)
     run = _start(config, parts)
+    found, complaints = checkpoint.newest(folder / "checkpoint")
     keep = 0
-    if found := checkpoint.newest(folder / "checkpoint"):
-        tensors, note, complaints = found
-        run.restore(tensors, note)
-        keep = int(note["lines"])
-        for line in [*complaints, f"Continuing {folder} at step {run.step:,}."]:
-            log.tell(line, quiet)
+    if found:
+        run.restore(*found)
+        keep = int(found[1]["lines"])
+        complaints.append(f"Continuing {folder} at step {run.step:,}.")
+    for line in complaints:
+        log.tell(line, quiet)
     title = parts.title
     with log.Lines(folder, keep) as lines, log.Bar(title, config.steps, run.step, quiet) as bar:
         while run.step < config.steps:
@@ -151,7 +148,10 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
                 _save(run, folder, lines)
             if asked and run.step < config.steps:
                 raise Stopped(asked[0])
-    return results.finish(folder, config, parts, run.best, quiet)
+    done = results.finish(folder, config, parts, run.best, run.best_step, quiet)
+    if asked:
+        raise Stopped(asked[0])
+    return done
 
 
 def due(step: int, every: int, total: int) -> bool:
@@ -179,6 +179,8 @@ def _start(config: Config, parts: Parts) -> Training:
 def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     rate = float(run.optimizer.param_groups[0]["lr"])
     line = {"step": run.step, "kind": "train", "lr": rate, **run.sums.read()}
+    if not math.isfinite(line["loss"]):
+        raise ValueError(f"The loss became infinite or NaN before step {run.step}; lower --lr.")
     lines.write(line)
     bar.note(line)
 
@@ -192,13 +194,14 @@ def _evaluate(run: Training, lines: log.Lines) -> None:
         return
     value = measured["test" if run.config.protocol == "paper" else "validation"][metric]
     if run.best_value is None or value < run.best_value:
-        run.best_value = value
+        run.best_value, run.best_step = value, run.step
         run.best = copy.deepcopy(dict(run.parts.judged.state_dict()))
 
 
 def _save(run: Training, folder: Path, lines: log.Lines) -> None:
     if parallel.rank() == 0:
-        note = {"lines": lines.size(), "sums": run.sums.steps, "best": run.best_value}
+        note: dict[str, Any] = {"lines": lines.size(), "sums": run.sums.steps}
+        note |= {"best": run.best_value, "best_step": run.best_step}
         checkpoint.save(folder / "checkpoint", run.step, run.tensors(), note)
 
 
@@ -212,7 +215,7 @@ def _signals() -> Iterator[list[int]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         if asked:
-            raise KeyboardInterrupt
+            raise Stopped(number)
         asked.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

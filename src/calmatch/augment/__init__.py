@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Generator, Tensor
 
 from calmatch import spec
-from calmatch.augment import basic
+from calmatch.augment import basic, randaugment
 from calmatch.core import Transform
 
 OPS: Mapping[str, Callable[..., Tensor]] = {
@@ -20,6 +20,7 @@ OPS: Mapping[str, Callable[..., Tensor]] = {
     "brightness": basic.brightness,
     "contrast": basic.contrast,
     "cutout": basic.cutout,
+    "randaugment": randaugment.randaugment,
 }
 
 

@@ -101,7 +101,7 @@ def grey(images: Tensor) -> Tensor:
 def affine(images: Tensor, matrix: Tensor) -> Tensor:
     """Sample at (a x + b y + c, d x + e y + f), nearest neighbour, black outside: matrix [N, 6]."""
     height, width = images.shape[-2:]
-    a, b, c, d, e, f = matrix.to(torch.float64).unbind(1)
+    a, b, c, d, e, f = wide(matrix).unbind(1)
     fixed = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2], 1)
     fixed = (fixed * 65536 + 0.5).floor().long()[:, :, None, None]
     x = torch.arange(width, device=images.device)
@@ -111,6 +111,11 @@ def affine(images: Tensor, matrix: Tensor) -> Tensor:
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
     return _gather(images, index) * inside[:, None]
+
+
+def wide(numbers: Tensor) -> Tensor:
+    """As many bits as the device has: Apple's has no float64."""
+    return numbers.float() if numbers.device.type == "mps" else numbers.double()
 
 
 def _gather(images: Tensor, index: Tensor) -> Tensor:

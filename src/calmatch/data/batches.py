@@ -26,7 +26,7 @@ class Order:
 
     def __init__(self, rows: int, batch: int, seed: int, stream: int) -> None:
         self.rows, self.batch, self.seed, self.stream = rows, batch, seed, stream
-        self.steps = rows // batch
+        self.steps = rows // batch if batch else 1
         self._pass = functools.lru_cache(maxsize=2)(self._permutation)
 
     def _permutation(self, number: int) -> Tensor:

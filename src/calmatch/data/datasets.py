@@ -78,7 +78,11 @@ DATASETS: Mapping[str, Callable[..., Dataset]] = {"digits": digits, "synthetic":
 
 def build(text: str) -> Dataset:
     """The dataset a spec names."""
-    built = spec.bind(spec.parse(text), DATASETS, "dataset")()
+    bound = spec.bind(spec.parse(text), DATASETS, "dataset")
+    try:
+        built = bound()
+    except TypeError as error:
+        raise spec.SpecError(f"{text!r} does not make a dataset: {error}.") from error
     if not isinstance(built, Dataset):
         raise spec.SpecError(f"{text!r} is not a Dataset.")
     return built

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
 from calmatch import ops
-from calmatch.core import Batch, Method, Plan, Task, Term, apart
+from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
 from calmatch.parallel import gather, world
 
 
@@ -65,6 +66,8 @@ class BAM(Method):
         temperature: float = 0.9,  # of uda
     ) -> None:
         super().__init__(task)
+        between("samples", samples, 2, math.inf)
+        between("memory", memory, 1, math.inf)
         self.on, self.samples, self.kl, self.weight = on, samples, kl, weight
         self.quantile, self.first_quantile = quantile, first_quantile
         self.temperature = temperature if on == "uda" else 1.0
@@ -111,7 +114,7 @@ class BAM(Method):
 
     def follow(self, spread: Tensor, step: Tensor) -> dict[str, Tensor]:
         """The threshold for the next step: the mean of the last batches' quantiles."""
-        progress = (step / (self.warmup - 1)).clamp_max(1).to(spread.dtype)
+        progress = (step / max(1, self.warmup - 1)).clamp_max(1).to(spread.dtype)
         level = self.first_quantile + (self.quantile - self.first_quantile) * progress
         memory = self.get_buffer("quantiles")
         place = step % len(memory)

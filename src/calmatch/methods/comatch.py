@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,7 @@ class CoMatch(Method):
     ) -> None:
         super().__init__(task)
         between("threshold", threshold, 0, 1)
+        between("queue", queue, 1, math.inf)
         self.threshold, self.contrast_threshold = threshold, contrast_threshold
         self.temperature, self.smoothing = temperature, smoothing
         self.weight, self.contrast, self.size = weight, contrast, size

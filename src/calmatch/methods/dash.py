@@ -38,6 +38,8 @@ class Dash(Method):
         self.factor, self.gamma, self.least = factor, gamma, least
         self.temperature, self.weight = temperature, weight
         self.warmup = max(1, task.steps // 100) if warmup is None else warmup
+        if self.warmup == 0 and start is None and faithful == "paper":
+            raise ValueError("dash measures its starting loss over warmup steps: at least 1.")
         self.every = every or max(1, task.steps // 20)
         if start is None and faithful == "usb":
             start = math.log(task.classes)

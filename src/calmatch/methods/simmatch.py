@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -36,6 +37,7 @@ class SimMatch(Method):
     ) -> None:
         super().__init__(task)
         between("threshold", threshold, 0, 1)
+        between("queue", queue, 1, math.inf)
         self.threshold, self.temperature, self.smoothing = threshold, temperature, smoothing
         self.weight, self.instance, self.size = weight, instance, size
         self.teacher, self.faithful = teacher, faithful

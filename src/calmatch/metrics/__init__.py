@@ -96,20 +96,28 @@ def interval(
     """
     p, y = check(probs, labels)
     chosen = build(metric) if isinstance(metric, str) else metric
-    return _interval(chosen, p, y, level, resamples, seed)
+    return _intervals({"": chosen}, p, y, level, resamples, seed)[""]
 
 
-def _interval(
-    metric: Metric, p: Tensor, y: Tensor, level: float, resamples: int, seed: int
-) -> Interval:
-    raw = _raw(metric)
+def _intervals(
+    chosen: Mapping[str, Metric], p: Tensor, y: Tensor, level: float, resamples: int, seed: int
+) -> dict[str, Interval]:
+    """Each resample is drawn once and measured by all metrics."""
+    raw = {name: _raw(metric) for name, metric in chosen.items()}
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(y), (resamples, len(y)), generator=generator).to(p.device)
-    values = torch.stack([raw(p[pick], y[pick]) for pick in picks]).to(torch.float64)
-    value = float(raw(p, y))
-    shift = value - float(values.mean())
+    drawn: dict[str, list[float]] = {name: [] for name in raw}
+    for _ in range(resamples):
+        pick = torch.randint(len(y), (len(y),), generator=generator).to(p.device)
+        some, labels = p[pick], y[pick]
+        for name, metric in raw.items():
+            drawn[name].append(float(metric(some, labels)))
+    return {k: _centred(float(raw[k](p, y)), drawn[k], level) for k in raw}
+
+
+def _centred(value: float, drawn: list[float], level: float) -> Interval:
+    values = torch.tensor(drawn, dtype=torch.float64)
     tail = (1 - level) / 2
-    ends = torch.quantile(values, values.new_tensor([tail, 1 - tail])) + shift
+    ends = torch.quantile(values, values.new_tensor([tail, 1 - tail])) + (value - values.mean())
     return Interval(value, max(0.0, min(value, float(ends[0]))), max(value, float(ends[1])))
 
 
@@ -128,7 +136,7 @@ def summary(
     if resamples == 0:
         values = {name: float(_raw(metric)(p, y)) for name, metric in chosen.items()}
         return {name: Interval(value, value, value) for name, value in values.items()}
-    return {k: _interval(metric, p, y, level, resamples, seed) for k, metric in chosen.items()}
+    return _intervals(chosen, p, y, level, resamples, seed)
 
 
 def _raw(metric: Metric) -> Metric:

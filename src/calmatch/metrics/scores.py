@@ -14,7 +14,10 @@ TOLERANCE = 1e-3  # how far a row may be from summing to 1 (half precision round
 
 def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Tensors of valid inputs; a ValueError that says what is wrong with others."""
-    p, y = torch.as_tensor(probs), torch.as_tensor(labels)
+    try:
+        p, y = torch.as_tensor(probs), torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError("probs and labels must be arrays of numbers.") from error
     if p.ndim != 2 or p.shape[0] == 0 or p.shape[1] < 2:
         raise ValueError(f"probs must be [N, C] with N >= 1 and C >= 2, not {tuple(p.shape)}.")
     if y.shape != p.shape[:1]:
@@ -32,10 +35,11 @@ def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
             "probs must be probabilities (non-negative, rows summing to 1); "
             "apply softmax first if these are logits."
         )
+    y = y.to(p.device, torch.long)
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= p.shape[1]:
         raise ValueError(f"labels must lie in 0..{p.shape[1] - 1}; found {low}..{high}.")
-    return p, y.to(p.device, torch.long)
+    return p, y
 
 
 def checked(measure: Callable[..., Tensor]) -> Callable[..., Tensor]:

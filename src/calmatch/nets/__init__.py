@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from calmatch import spec
 from calmatch.core import Output
-from calmatch.nets import small
+from calmatch.nets import pretrained, small, timm_net, vit, wideresnet
 
 NETS: Mapping[str, Callable[..., nn.Module]] = {
+    "vit_tiny_patch2_32": vit.vit_tiny_patch2_32,
+    "vit_small_patch2_32": vit.vit_small_patch2_32,
+    "vit_small_patch16_96": vit.vit_small_patch16_96,
+    "vit_base_patch16_96": vit.vit_base_patch16_96,
+    "wrn_28_2": wideresnet.wrn_28_2,
+    "wrn_28_8": wideresnet.wrn_28_8,
+    "wrn_37_2": wideresnet.wrn_37_2,
+    "efficientnet_lite0": timm_net.efficientnet_lite0,
     "small": small.Small,
     "tiny": small.Tiny,
+    "timm": timm_net.Timm,  # written timm.NAME
 }
 
 
@@ -39,11 +50,29 @@ class Net(nn.Module):
         return Output(out.logits.to(images.dtype), out.features.to(images.dtype))
 
 
-def body(text: str, classes: int) -> nn.Module:
-    """The network a spec names, `"small(width=16)"` for example."""
-    built = spec.bind(spec.parse(text), NETS, "net", given=1)(classes)
+def build(text: str, classes: int, size: int = 32) -> nn.Module:
+    """The network a spec names, `"wrn_28_2"` or `"timm.resnet18(pretrained=True)"` for example.
+
+    `pretrained` may be a file of weights for any network, or "usb" for USB's published ones.
+    """
+    item = spec.parse(text)
+    settings = dict(item.kwargs)
+    source = settings.get("pretrained")
+    if isinstance(source, str):
+        del settings["pretrained"]
+    pretrained.messages.clear()
+    if item.name.startswith("timm."):
+        built: Any = timm_net.Timm(classes, item.name.removeprefix("timm."), **settings)
+    else:
+        target = spec.find(item.name, NETS, "net")
+        if "size" in inspect.signature(target).parameters:
+            settings.setdefault("size", size)
+        bound = spec.Spec(item.name, item.args, settings)
+        built = spec.bind(bound, NETS, "net", given=1)(classes)
     if not isinstance(built, nn.Module):
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
+    if isinstance(source, str):
+        pretrained.load(built, item.name, source)
     return built
 
 

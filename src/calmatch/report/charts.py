@@ -88,7 +88,9 @@ def draw_curves(figure: Figure, found: dict[str, Any]) -> None:
         points = [(row[0], 100 * row[place]) for row in found["pseudo"] if row[place] is not None]
         if points:
             right.plot(*zip(*points, strict=True), "o-", ms=3, label=label, color=colour)
-    right.set(xlabel="step", ylabel="% of unlabelled pictures", ylim=(0, 101))
+    right.set(
+        xlabel="step", ylabel="accepted: % of unlabelled\nagreeing: % of accepted", ylim=(0, 101)
+    )
     if found["pseudo"]:
         right.legend(frameon=False)
     else:

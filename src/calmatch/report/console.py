@@ -73,20 +73,27 @@ def _title(runs: Sequence[Run]) -> str:
     return (
         f"{first.config.dataset}: {pictures['labelled']} labels, {pictures['unlabelled']:,} "
         f"unlabelled, {pictures['test']:,} test pictures; seed {first.config.seed}, "
-        f"{first.result['weights']} weights of step {first.result['steps']:,}"
+        f"{_chosen(first)}"
     )
 
 
-def show_metrics(found: Mapping[str, Interval], pictures: int) -> None:
+def _chosen(run: Run) -> str:
+    averaged = "averaged " if run.result["weights"] == "ema" else ""
+    best = "" if run.result["selected"] == "last" else f", {run.result['selected']}"
+    return f"{averaged}weights of step {run.result['step']:,} of {run.result['steps']:,}{best}"
+
+
+def show_metrics(found: Mapping[str, Interval], pictures: int, intervals: bool = True) -> None:
     """The table of one model's metrics."""
     table = Table(title=f"{pictures:,} pictures", title_justify="left", pad_edge=False)
     table.add_column("metric")
-    for head in ("value", "95 % from", "to"):
+    for head in ("value", "95 % from", "to")[: 3 if intervals else 1]:
         table.add_column(head, justify="right")
     for name, item in found.items():
         scale, unit, digits = (1.0, "nats", 4) if name == "nll" else (100.0, "%", 2)
         if name == "brier":
             scale, unit, digits = 1.0, "0 to 2", 4
-        numbers = [f"{scale * value:.{digits}f}" for value in item]
+        shown = item if intervals else item[:1]
+        numbers = [f"{scale * value:.{digits}f}" for value in shown]
         table.add_row(f"{name} ({unit})", *numbers)
     Console(highlight=False).print(table)

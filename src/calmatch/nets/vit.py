@@ -1,0 +1,61 @@
+"""Vision transformers of the field's benchmarks: timm's, with USB's sizes and drop-path."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from calmatch.core import Output
+
+
+class ViT(VisionTransformer):
+    """timm's vision transformer, returning logits and the class token's features."""
+
+    def __init__(
+        self,
+        classes: int,
+        *,
+        size: int,
+        patch: int,
+        width: int,
+        heads: int,
+        depth: int = 12,
+        drop_path: float = 0.2,
+    ) -> None:
+        super().__init__(
+            img_size=size,
+            patch_size=patch,
+            embed_dim=width,
+            depth=depth,
+            num_heads=heads,
+            num_classes=classes,
+            drop_path_rate=drop_path,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+        )
+        self.head = nn.Linear(width, classes)  # the plain Linear start, as USB
+
+    def forward(self, images: Tensor) -> Output:  # type: ignore[override]
+        features = self.forward_head(self.forward_features(images), pre_logits=True)
+        return Output(self.head(features), features)
+
+
+def vit_tiny_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.1) -> ViT:
+    """ViT-Ti/2 for 32 px: 192 wide, 5 million parameters."""
+    return ViT(classes, size=size, patch=2, width=192, heads=3, drop_path=drop_path)
+
+
+def vit_small_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.2) -> ViT:
+    """ViT-S/2 for 32 px: 384 wide, 21 million parameters; the paper's for CIFAR and EuroSAT."""
+    return ViT(classes, size=size, patch=2, width=384, heads=6, drop_path=drop_path)
+
+
+def vit_small_patch16_96(classes: int, *, size: int = 96, drop_path: float = 0.2) -> ViT:
+    """ViT-S/16 for 96 px: what the paper's text says of STL-10."""
+    return ViT(classes, size=size, patch=16, width=384, heads=6, drop_path=drop_path)
+
+
+def vit_base_patch16_96(classes: int, *, size: int = 96, drop_path: float = 0.2) -> ViT:
+    """ViT-B/16 for 96 px: 768 wide, 86 million parameters; what its configuration says."""
+    return ViT(classes, size=size, patch=16, width=768, heads=12, drop_path=drop_path)
