@@ -202,8 +202,15 @@ def test_nothing_becomes_nan_at_the_edges(tiny, method, sharp, ratio):
 
 @pytest.mark.parametrize(
     ("method", "memory"),
-    [("fixmatch", {}), ("flexmatch", {"learnt": 1.0}), ("freematch", {"overall": 2000.0})]
-    + [("bam", {"spread": -1.0}), ("comatch", {}), ("simmatch", {}), ("shrinkmatch", {})],
+    [
+        ("fixmatch", {}),
+        ("flexmatch", {"learnt": 1.0}),
+        ("freematch", {"overall": 2000.0}),
+        ("bam", {"spread": -1.0}),
+        ("comatch", {}),
+        ("simmatch", {}),
+        ("shrinkmatch", {}),
+    ],
 )
 def test_losses_and_gradients_stay_finite_when_nothing_at_all_is_accepted(tiny, method, memory):
     run = start(tiny(method, penalty=penalty(method)))

@@ -21,7 +21,7 @@ class Config:
     dataset: str = "digits"
     """Which pictures: a name of `calmatch datasets`."""
     labels: int = 40
-    """How many labelled pictures in all, the same number a class."""
+    """How many labelled pictures in all, the same number a class; 0: as the dataset says."""
     split_seed: int = 0
     """Chooses which pictures are labelled, apart from `seed`."""
     validation: float = 0.0
@@ -86,6 +86,12 @@ class Config:
     """Which weights to keep: last, or best(METRIC) on the validation share."""
     protocol: Literal["honest", "paper"] = "honest"
     """paper: keep the weights that are best on the TEST set, as the paper and USB do. Leaky."""
+    source: Literal["auto", "resident", "stream"] = "auto"
+    """Pictures on the device, or fetched by workers; auto: on the device where they fit."""
+    memory: float = 0.5
+    """The share of free device memory that pictures may take."""
+    workers: int = 2
+    """Processes that fetch streamed pictures."""
     chunk: int = 16
     """Steps augmented at once (changes the draws, not their distribution)."""
 
@@ -161,7 +167,6 @@ def imports(config: Config) -> list[str]:
 
 CONTAINING = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
 LEAST = {
-    "labels": 1,
     "batch": 1,
     "ratio": 1,
     "steps": 1,
@@ -169,7 +174,7 @@ LEAST = {
     "chunk": 1,
     "eval_batch": 1,
 }
-SHARES = ("validation", "momentum", "layer_decay", "ema")
+SHARES = ("memory", "validation", "momentum", "layer_decay", "ema")
 
 
 def check(config: Config) -> None:

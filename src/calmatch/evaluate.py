@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from calmatch import metrics
 from calmatch.augment.basic import normalise
 from calmatch.core import Method
-from calmatch.data.resident import Resident
+from calmatch.data.resident import Source
 
 
 @torch.inference_mode()
 def predict(
     net: nn.Module,
     method: Method,
-    pictures: Resident,
+    pictures: Source,
     statistics: tuple[Sequence[float], Sequence[float]],
     batch: int,
 ) -> Tensor:
@@ -33,8 +33,8 @@ def predict(
     dtype = next(net.parameters()).dtype
     mean, std = (torch.tensor(v, device=pictures.device, dtype=dtype) for v in statistics)
     found = []
-    for ids in torch.arange(len(pictures), device=pictures.device).split(batch):
-        images = normalise(pictures.take(ids), mean, std)
+    for some in pictures.batches(batch):
+        images = normalise(some, mean, std)
         found.append(method.predict(net, images).float().cpu())
     net.train(training)
     return torch.cat(found)

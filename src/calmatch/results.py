@@ -22,7 +22,14 @@ from calmatch import checkpoint, evaluate, log, parallel
 from calmatch.config import Config
 from calmatch.setup import Parts
 
-FREE = ("device", "compile", "eval_batch")  # may change when a run is continued
+FREE = (
+    "device",
+    "compile",
+    "eval_batch",
+    "source",
+    "memory",
+    "workers",
+)  # may change when a run is continued
 VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 
 

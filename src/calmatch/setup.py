@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from calmatch import augment, data, losses, methods, nets, parallel, spec
 from calmatch.config import Config, selection
 from calmatch.core import Loss, Method, Task
 from calmatch.data.batches import Batches, stream_seed
-from calmatch.data.resident import Resident
+from calmatch.data.resident import Source, source
 from calmatch.data.split import Split, split
 from calmatch.metrics import METRICS
 
@@ -27,7 +28,7 @@ class Parts:
     classes: tuple[str, ...]
     statistics: tuple[Sequence[float], Sequence[float]]
     split: Split
-    sets: dict[str, tuple[Resident, Tensor]]  # test, and validation where there is one
+    sets: dict[str, tuple[Source, Tensor]]  # test, and validation where there is one
     truth: Tensor  # [unlabelled] class ids, -1 unknown
     net: nets.Net
     ema: nets.Net
@@ -51,20 +52,18 @@ def prepare(config: Config) -> Parts:
     device = pick_device(config.device)
     dataset = data.build(config.dataset)
     labels = dataset.labels
-    chosen = split(
-        labels.numpy(),
-        config.labels,
-        config.split_seed,
-        validation=config.validation,
-        include_labelled=config.include_labelled,
-    )
+    chosen = _split(config, dataset)
     _check_sets(config, chosen, len(dataset.test_labels))
     size = dataset.images.shape[-1]
     rows = {name: torch.tensor(ids, dtype=torch.long) for name, ids in chosen._asdict().items()}
-    sets = {"test": (Resident(dataset.test_images, device), dataset.test_labels)}
+    place = functools.partial(
+        source, device=device, kind=config.source, memory=config.memory, workers=config.workers
+    )
+    tested = torch.arange(len(dataset.test_labels))
+    sets = {"test": (place(dataset.test_images, tested), dataset.test_labels)}
     if chosen.validation:
         held = rows["validation"]
-        sets["validation"] = (Resident(dataset.images[held], device), labels[held])
+        sets["validation"] = (place(dataset.images, held), labels[held])
     method, net = _model(config, labels[rows["labelled"]], len(chosen.unlabelled), dataset, device)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     net, method = net.to(device, dtype), method.to(device, dtype)
@@ -74,9 +73,9 @@ def prepare(config: Config) -> Parts:
     batch, unlabelled_batch, notes = _sizes(config, chosen, method)
     batches = Batches(
         method,
-        Resident(dataset.images[rows["labelled"]], device),
+        place(dataset.images, rows["labelled"]),
         labels[rows["labelled"]].to(device),
-        Resident(dataset.images[rows["unlabelled"]], device),
+        place(dataset.images, rows["unlabelled"]),
         {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)},
         (dataset.mean, dataset.std),
         batch=batch,
@@ -120,6 +119,22 @@ def pick_device(name: str) -> torch.device:
     if not there.get(name.partition(":")[0], False):
         raise ValueError(f"There is no device {name!r} here; use --device auto or cpu.")
     return torch.device(name)
+
+
+def _split(config: Config, dataset: data.Dataset) -> Split:
+    counts = dataset.labelled_counts
+    if config.labels == 0 and counts is None:
+        raise ValueError(f"{config.dataset} does not say how many labels; set --labels.")
+    return split(
+        dataset.labels.numpy(),
+        counts if config.labels == 0 and counts else config.labels,
+        config.split_seed,
+        unlabelled=dataset.unlabelled_counts if config.labels == 0 else None,
+        validation=config.validation,
+        include_labelled=config.include_labelled,
+        whole_pool=dataset.whole_pool,
+        shuffle_first=dataset.shuffle_first,
+    )
 
 
 def _check_sets(config: Config, chosen: Split, tested: int) -> None:

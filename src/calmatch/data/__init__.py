@@ -1,5 +1,6 @@
 """Pictures: datasets, splits, and batches that are pure functions of (seed, step)."""
 
-from calmatch.data.datasets import DATASETS, Dataset, build
+from calmatch.data.dataset import Dataset
+from calmatch.data.datasets import DATASETS, build
 
 __all__ = ["DATASETS", "Dataset", "build"]

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from calmatch import parallel
 from calmatch.augment.basic import normalise
 from calmatch.core import Batch, Method, Transform
-from calmatch.data.resident import Resident
+from calmatch.data.resident import Source
 
 
 def stream_seed(seed: int, *stream: int) -> int:
@@ -47,9 +47,9 @@ class Batches:
     def __init__(
         self,
         method: Method,
-        labelled: Resident,
+        labelled: Source,
         labels: Tensor,
-        unlabelled: Resident,
+        unlabelled: Source,
         views: Mapping[str, Transform],
         statistics: tuple[Sequence[float], Sequence[float]],
         *,
@@ -70,6 +70,8 @@ class Batches:
             "x": Order(len(labelled), batch, seed, 1),
             "u": Order(len(unlabelled), unlabelled_batch, seed, 2),
         }
+        for side, source in self.sources.items():
+            source.plan = functools.partial(self._flat, side)
         self._chunks = functools.lru_cache(maxsize=1)(self._make)
 
     def __getitem__(self, step: int) -> Batch:
@@ -86,23 +88,29 @@ class Batches:
             draws=self._draws(step),
         )
 
+    def rows(self, side: str, number: int) -> Tensor:
+        """Rows of every step of a chunk: [chunk, rows]."""
+        steps = range(number * self.chunk, (number + 1) * self.chunk)
+        return torch.stack([self.orders[side][k] for k in steps])
+
     def _make(self, number: int) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """All views of one chunk of steps, each [chunk, rows, 3, H, W]."""
-        steps = range(number * self.chunk, (number + 1) * self.chunk)
-        ids = {side: torch.stack([order[k] for k in steps]) for side, order in self.orders.items()}
+        ids = {side: self.rows(side, number) for side in self.orders}
         names = {"x": self.method.x_views, "u": self.method.u_views}
         made: dict[str, list[Tensor]] = {"x": [], "u": []}
         for side, stream in (("x", 3), ("u", 4)):
             if not names[side]:
                 continue
-            rows = ids[side].flatten().to(self.device)
-            pictures = self.sources[side].take(rows)
+            pictures = self.sources[side].chunk(number)
             for place, name in enumerate(names[side]):
                 chance = Generator(self.device)
                 chance.manual_seed(stream_seed(self.seed, stream, place, number))
                 view = normalise(self.views[name](pictures, chance), self.mean, self.std)
                 made[side].append(view.unflatten(0, ids[side].shape))
         return made, ids
+
+    def _flat(self, side: str, number: int) -> Tensor:
+        return self.rows(side, number).flatten()
 
     def _draws(self, step: int) -> dict[str, Tensor]:
         chance = Generator(self.device).manual_seed(stream_seed(self.seed, 5, step))

@@ -1,27 +1,15 @@
-"""Datasets by name: uint8 pictures, labels, class names, channel statistics."""
+"""Datasets by name, and the two that need no file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from calmatch import spec
-
-
-class Dataset(NamedTuple):
-    """Pictures to train on and to test on."""
-
-    images: Tensor  # uint8 [N, 3, H, W]
-    labels: Tensor  # [N] class ids, -1 unknown
-    test_images: Tensor
-    test_labels: Tensor
-    classes: tuple[str, ...]
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+from calmatch.data import official
+from calmatch.data.dataset import Dataset, last_share
 
 
 def digits() -> Dataset:
@@ -64,16 +52,17 @@ def synthetic(
     return Dataset(images[~test], labels[~test], images[test], labels[test], names)
 
 
-def last_share(labels: Tensor, share: float) -> Tensor:
-    """True for the last share of each class in the given order."""
-    chosen = torch.zeros(len(labels), dtype=torch.bool)
-    for k in labels.unique():
-        ids = (labels == k).nonzero()[:, 0]
-        chosen[ids[len(ids) - round(share * len(ids)) :]] = True
-    return chosen
-
-
-DATASETS: Mapping[str, Callable[..., Dataset]] = {"digits": digits, "synthetic": synthetic}
+DATASETS: Mapping[str, Callable[..., Dataset]] = {
+    "digits": digits,
+    "cifar10": official.cifar10,
+    "cifar100": official.cifar100,
+    "cifar100_lt": official.cifar100_lt,
+    "stl10": official.stl10,
+    "svhn": official.svhn,
+    "eurosat": official.eurosat,
+    "folder": official.folder,
+    "synthetic": synthetic,
+}
 
 
 def build(text: str) -> Dataset:

@@ -1,9 +1,14 @@
-"""A set of pictures held whole on the device as uint8."""
+"""Pictures held whole on the device as uint8, where they fit."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from calmatch.data.stream import Plan, Stream
 
 
 class Resident:
@@ -12,10 +17,35 @@ class Resident:
     def __init__(self, images: Tensor, device: torch.device) -> None:
         self.images = images.to(device)
         self.device = device
+        self.plan: Plan = lambda number: torch.tensor([number])
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def take(self, ids: Tensor) -> Tensor:
-        """uint8 [len(ids), 3, H, W]."""
-        return self.images[ids]
+    def chunk(self, number: int) -> Tensor:
+        """uint8 pictures of chunk `number`."""
+        return self.images[self.plan(number).to(self.device)]
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order."""
+        yield from self.images.split(size)
+
+
+Source = Resident | Stream
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def source(
+    images: Tensor, rows: Tensor, device: torch.device, kind: str, memory: float, workers: int
+) -> Source:
+    """Resident where the rows need at most this share of free memory, streamed otherwise."""
+    need = len(rows) * images[0].numel() if len(images) else 0
+    if kind == "resident" or (kind == "auto" and need <= memory * free_memory(device)):
+        return Resident(images[rows], device)
+    return Stream(images, rows, device, workers)

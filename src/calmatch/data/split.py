@@ -28,6 +28,8 @@ def split(
     unlabelled: Sequence[int] | None = None,
     validation: float = 0.0,
     include_labelled: bool = True,
+    whole_pool: bool = False,
+    shuffle_first: bool = False,
 ) -> Split:
     """Shuffle each class in turn; the first are labelled, the last validation, the rest unlabelled.
 
@@ -38,19 +40,25 @@ def split(
         unlabelled: how many of each class; all that are left by default.
         validation: share of each class held out, with its labels, for choosing a checkpoint.
         include_labelled: whether the labelled pictures also serve as unlabelled ones.
+        whole_pool: the unlabelled pictures are all of them, labelled ones included (STL-10).
+        shuffle_first: shuffle the whole list before splitting, as USB does with EuroSAT.
     """
     y = np.asarray(labels)
+    order = np.arange(len(y))
     classes = int(y.max()) + 1
     wanted = counts(labelled, classes)
     random = np.random.RandomState(
         seed
     )  # the legacy generator: the field's splits are made with it
+    if shuffle_first:
+        random.shuffle(order)
     chosen: list[Ids] = []
     rest: list[Ids] = []
     held: list[Ids] = []
     for k in range(classes):
-        ids = np.flatnonzero(y == k)
+        ids = np.flatnonzero(y[order] == k)
         random.shuffle(ids)
+        ids = order[ids]
         hold = math.floor(validation * len(ids))
         if wanted[k] + hold > len(ids):
             raise ValueError(
@@ -61,7 +69,7 @@ def split(
         if unlabelled is not None:
             stop = min(stop, wanted[k] + unlabelled[k])
         chosen.append(ids[: wanted[k]])
-        rest.append(ids[wanted[k] : stop])
+        rest.append(ids[0 if whole_pool else wanted[k] : stop])
         held.append(ids[len(ids) - hold :])
     rest.append(np.flatnonzero(y < 0))
     pool = ([*chosen] if include_labelled else []) + rest

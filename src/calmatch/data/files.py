@@ -1,0 +1,136 @@
+"""Picture files in a folder or a zip: listed, hashed, decoded and resized."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import os
+import warnings
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from calmatch.data import cache
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Pictures that are decoded when asked for; `names` are below `root`, a folder or a zip."""
+
+    root: Path
+    names: tuple[str, ...]
+    size: int
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (len(self), 3, self.size, self.size)
+
+    def data(self, place: int) -> bytes:
+        if self.root.suffix == ".zip":
+            return _zip(self.root, os.getpid()).read(self.names[place])
+        return (self.root / self.names[place]).read_bytes()
+
+    def picture(self, place: int) -> Pixels:
+        """uint8 [3, size, size]; a ValueError names a file that cannot be decoded."""
+        try:
+            return decode(self.data(place), self.size)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{self.names[place]} cannot be decoded: {error}.") from error
+
+    def take(self, rows: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.stack([self.picture(row) for row in rows]))
+
+    def some(self, rows: Sequence[int]) -> Files:
+        return Files(self.root, tuple(self.names[row] for row in rows), self.size)
+
+
+@functools.lru_cache(maxsize=4)
+def _zip(path: Path, process: int) -> zipfile.ZipFile:
+    """An open zip; a forked process must not share its parent's file position."""
+    return zipfile.ZipFile(path)
+
+
+def decode(data: bytes, size: int) -> Pixels:
+    """A square RGB picture: turned upright, shorter side resized, centre cut out.
+
+    Pictures large enough to be bombs are refused, 16-bit grey is scaled, transparency is dropped.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            opened = Image.open(io.BytesIO(data))
+        except Image.DecompressionBombWarning as error:
+            raise ValueError("it is too large") from error
+    picture = ImageOps.exif_transpose(opened)
+    if picture.mode.startswith("I") or picture.mode == "F":
+        values = np.asarray(picture, dtype=np.float64)
+        top = 65535.0 if values.max() > 255 else 255.0
+        picture = Image.fromarray((values * (255 / top)).clip(0, 255).astype(np.uint8))
+    picture = picture.convert("RGB")
+    scale = size / min(picture.size)
+    if scale != 1:
+        wide, high = (max(size, round(side * scale)) for side in picture.size)
+        picture = picture.resize((wide, high), Image.Resampling.BILINEAR)
+    left, top_row = (picture.width - size) // 2, (picture.height - size) // 2
+    picture = picture.crop((left, top_row, left + size, top_row + size))
+    return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
+
+
+def listed(root: Path, below: str = "") -> dict[str, list[str]]:
+    """Names of the pictures of each class folder, both sorted: the field's file order."""
+    if root.suffix == ".zip":
+        names = [name for name in _zip(root, os.getpid()).namelist() if name.startswith(below)]
+    else:
+        start = root / below
+        names = [
+            path.relative_to(root).as_posix()
+            for folder in sorted(start.iterdir())
+            if folder.is_dir()
+            for path in folder.iterdir()
+        ]
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(SUFFIXES):
+            found.setdefault(Path(name).parent.name, []).append(name)
+    return found
+
+
+def digest(files: Files) -> str:
+    """A key of the contents, names and size."""
+    total = hashlib.blake2b(digest_size=16)
+    total.update(f"v1 {files.size}".encode())
+    if files.root.suffix == ".zip":  # the archive's own bytes say it all
+        with files.root.open("rb") as archive:
+            total.update(hashlib.file_digest(archive, "blake2b").digest())
+        total.update("\n".join(files.names).encode())
+        return total.hexdigest()
+    with ThreadPoolExecutor() as pool:
+        for name, data in zip(files.names, pool.map(files.data, range(len(files))), strict=True):
+            total.update(f"\n{name} {len(data)} ".encode() + hashlib.blake2b(data).digest())
+    return total.hexdigest()
+
+
+def loaded(files: Files, title: str) -> Tensor:
+    """All pictures, decoded once and kept in the cache."""
+
+    def fill(pictures: Pixels) -> None:
+        with ThreadPoolExecutor() as pool:
+            for place, picture in enumerate(pool.map(files.picture, range(len(files)))):
+                pictures[place] = picture
+
+    return cache.array(f"{title}-{digest(files)}", files.shape, fill)

@@ -1,0 +1,85 @@
+"""Pictures that do not fit the device: worker processes fetch them, copies overlap with compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as Rows
+
+from calmatch.data.files import Files
+
+Plan = Callable[[int], Tensor]  # the rows of chunk k
+
+
+class Stream:
+    """The same chunks as `Resident`, fetched ahead by worker processes."""
+
+    def __init__(
+        self, images: Tensor | Files, rows: Tensor, device: torch.device, workers: int
+    ) -> None:
+        self.fetch = _Fetch(images, rows)
+        self.device, self.workers = device, workers
+        self.plan: Plan = lambda number: torch.tensor([number])
+        self.next = -1
+        self.chunks: Iterator[Tensor] = iter(())
+        self.ready: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.fetch.rows)
+
+    def chunk(self, number: int) -> Tensor:
+        """uint8 pictures of chunk `number`; the one after is on its way when this returns."""
+        if number != self.next or self.ready is None:
+            self.chunks = iter(self._loader(_From(self.plan, number)))
+            self.ready = self._copied()
+        pictures = self.ready
+        self.next, self.ready = number + 1, self._copied()
+        return pictures
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order."""
+        for pictures in self._loader(list(torch.arange(len(self)).split(size))):
+            yield pictures.to(self.device)
+
+    def _copied(self) -> Tensor:
+        pictures: Tensor = next(self.chunks)
+        return pictures.to(self.device, non_blocking=True)
+
+    def _loader(self, order: Sampler[Tensor] | list[Tensor]) -> DataLoader[Tensor]:
+        return DataLoader(
+            self.fetch,
+            batch_size=None,
+            sampler=order,
+            num_workers=self.workers,
+            prefetch_factor=2 if self.workers else None,
+            pin_memory=self.device.type == "cuda",
+        )
+
+
+class _Fetch(Rows[Tensor]):
+    """What a worker does: pictures by row."""
+
+    def __init__(self, images: Tensor | Files, rows: Tensor) -> None:
+        self.images, self.rows = images, rows
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        chosen = self.rows[ids]
+        if isinstance(self.images, Files):
+            return self.images.take(chosen.tolist())
+        return self.images[chosen]
+
+
+class _From(Sampler[Tensor]):
+    """Chunks from a given one on, without end."""
+
+    def __init__(self, plan: Plan, start: int) -> None:
+        self.plan, self.start = plan, start
+
+    def __iter__(self) -> Iterator[Tensor]:
+        number = self.start
+        while True:
+            yield self.plan(number)
+            number += 1
