@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageEnhance, ImageOps
+from scipy.stats import chisquare, kstest
 
 from calmatch import augment
-from calmatch.augment import basic
+from calmatch.augment import basic, randaugment
 
 PICTURE = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8, generator=torch.manual_seed(0))
 
@@ -76,3 +78,113 @@ def test_cutout_covers_at_most_its_share_and_at_least_something():
 def test_a_crop_that_does_not_fit_says_so():
     with pytest.raises(ValueError, match="does not fit"):
         draw("crop(12)", PICTURE[None])
+
+
+def photographs(n=60, size=32):
+    """Patches of two real photographs that ship with scikit-learn."""
+    from sklearn.datasets import load_sample_images
+
+    random = np.random.default_rng(0)
+    patches = []
+    for k in range(n):
+        photo = load_sample_images().images[k % 2]
+        scale = int(random.integers(1, 5))
+        y, x = (random.integers(0, side - size * scale) for side in photo.shape[:2])
+        patch = Image.fromarray(photo[y : y + size * scale, x : x + size * scale])
+        patches.append(patch.resize((size, size)))
+    return patches
+
+
+PHOTOS = photographs()
+BATCH = torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) for p in PHOTOS])
+
+
+def pillow(name, picture, value):
+    """One operation as USB calls it."""
+    if name in ("brightness", "color", "contrast", "sharpness"):
+        return getattr(ImageEnhance, name.capitalize())(picture).enhance(value)
+    if name in ("autocontrast", "equalize"):
+        return getattr(ImageOps, name)(picture)
+    if name == "identity":
+        return picture
+    if name == "posterize":
+        return ImageOps.posterize(picture, max(1, int(value)))
+    if name == "solarize":
+        return ImageOps.solarize(picture, value)
+    if name == "rotate":
+        return picture.rotate(value)
+    width, height = picture.size
+    matrix = {
+        "shear_x": (1, value, 0, 0, 1, 0),
+        "shear_y": (1, 0, 0, value, 1, 0),
+        "translate_x": (1, 0, value * width, 0, 1, 0),
+        "translate_y": (1, 0, 0, 0, 1, value * height),
+    }[name]
+    return picture.transform(picture.size, Image.Transform.AFFINE, matrix)
+
+
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+EXACT = ("autocontrast", "equalize", "identity", "posterize", "solarize")
+
+
+@pytest.mark.parametrize("name", randaugment.NAMES)
+def test_each_operation_is_pillows_over_its_whole_range(name):
+    low, high = randaugment.RANGES[name]
+    op = torch.full((len(BATCH),), randaugment.NAMES.index(name))
+    for share in (0.0, 0.13, 0.37, 0.5, 0.71, 0.999):
+        values = torch.full((len(BATCH),), low + (high - low) * share)
+        ours = randaugment.apply(BATCH, op, values)
+        value = float(values[0])
+        theirs = torch.stack(
+            [torch.from_numpy(np.array(pillow(name, p, value))).permute(2, 0, 1) for p in PHOTOS]
+        )
+        if name in GEOMETRIC:
+            assert (ours == theirs).double().mean() >= 0.995
+        elif name in EXACT:
+            assert torch.equal(ours, theirs)
+        else:
+            assert (ours.int() - theirs.int()).abs().max() <= 1
+
+
+def test_operations_are_drawn_uniformly_and_independently(monkeypatch):
+    drawn = []
+    apply = randaugment.apply
+
+    def noted(images, op, value):
+        drawn.append((op.clone(), value.clone()))
+        return apply(images, op, value)
+
+    monkeypatch.setattr(randaugment, "apply", noted)
+    images = torch.zeros(20_000, 3, 4, 4, dtype=torch.uint8)
+    randaugment.randaugment(images, torch.Generator().manual_seed(0), 3)
+    blocks = len(drawn) // 3
+    rounds = [torch.cat([drawn[3 * k + r][0] for k in range(blocks)]) for r in range(3)]
+    values = torch.cat([drawn[3 * k][1] for k in range(blocks)])
+    for op in rounds:
+        assert chisquare(torch.bincount(op, minlength=14).numpy()).pvalue > 1e-4
+    pairs = torch.bincount(rounds[0] * 14 + rounds[1], minlength=196)
+    assert chisquare(pairs.numpy()).pvalue > 1e-4
+    for k, name in enumerate(randaugment.NAMES):
+        low, high = randaugment.RANGES[name]
+        share = ((values[rounds[0] == k] - low) / (high - low)).numpy()
+        assert kstest(share, "uniform").pvalue > 1e-4, name
+
+
+def test_eight_equal_pictures_come_out_different():
+    out = draw("flip|crop(4)|randaugment(3)|cutout(0.5)", BATCH[:1].repeat(8, 1, 1, 1))
+    assert len({picture.numpy().tobytes() for picture in out}) == 8
+
+
+def test_blocks_do_not_change_the_result(monkeypatch):
+    whole = draw("randaugment(3)", BATCH, 5)
+    monkeypatch.setattr(randaugment, "BLOCK", 7)
+    assert torch.equal(draw("randaugment(3)", BATCH, 5), whole)
+
+
+@pytest.mark.slow
+def test_a_compiled_round_equals_the_eager_one():
+    op = torch.arange(len(BATCH)) % 14
+    value = randaugment.value(op, torch.rand(len(BATCH), generator=torch.manual_seed(0)))
+    compiled = torch.compile(randaugment.apply, fullgraph=True)
+    same = (compiled(BATCH, op, value) == randaugment.apply(BATCH, op, value)).double().mean()
+    assert same >= 0.999

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -85,6 +86,7 @@ def _train(words: list[str]) -> None:
     from calmatch.api import train
     from calmatch.report.console import show
 
+    _use_root(options.data_root)
     run = train(options.run, options.out, quiet=options.quiet)
     if not options.quiet and parallel.first():
         show([run])
@@ -120,6 +122,26 @@ def _train_options(words: list[str]) -> Any:
     asked = first.run.method if any(word.startswith("--method") for word in flags) else given.method
     default = TrainOptions(base(asked, first.config, first.trust))
     return _parse(TrainOptions, flags, f"train {name}", default=default)
+
+
+def _use_root(path: Path | None) -> None:
+    if path is not None:
+        os.environ["CALMATCH_DATA"] = str(path)
+
+
+def _datasets(words: list[str]) -> None:
+    """What datasets there are, a line each; calmatch datasets check NAME looks into one."""
+    if not words or words[0] != "check":
+        _listing("datasets", "calmatch.data", "DATASETS")(words)
+        return
+    from calmatch.options import CheckOptions
+
+    options = _parse(CheckOptions, words[1:], "datasets check")
+    _use_root(options.data_root)
+    from calmatch.data.check import check
+
+    for finding in check(options.name, options.labels, options.split_seed):
+        print(f"{finding.what:<34} {finding.value}", flush=True)
 
 
 def _evaluate(words: list[str]) -> None:
@@ -166,7 +188,8 @@ def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
         found = getattr(importlib.import_module(module), table)
         width = max(map(len, found))
         for name, item in found.items():
-            print(f"{name:<{width}}  {(item.__doc__ or '').strip().splitlines()[0]}")
+            plain = getattr(item, "func", item)  # a recipe with its labels chosen
+            print(f"{name:<{width}}  {(plain.__doc__ or '').strip().splitlines()[0]}")
 
     show.__doc__ = f"What {kind} there are, a line each."
     return show
@@ -178,7 +201,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "evaluate": _evaluate,
     "report": _report,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
-    "datasets": _listing("datasets", "calmatch.data", "DATASETS"),
+    "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),
     "recipes": _listing("recipes", "calmatch.recipes", "RECIPES"),
     "losses": _listing("losses", "calmatch.losses", "LOSSES"),

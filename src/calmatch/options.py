@@ -28,6 +28,8 @@ class TrainOptions:
     run: Annotated[Config, tyro.conf.arg(name="")]
     out: Path | None = None
     """The run folder; the same line again continues it."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
     config: Path | None = None
     """JSON or YAML with fields that change the recipe; flags change them again."""
     trust: bool = False
@@ -45,6 +47,19 @@ class EvaluateOptions:
     """Bootstrap resamples for the 95 % intervals; 0: none."""
     json: bool = False
     """Print JSON instead of a table."""
+
+
+@dataclass
+class CheckOptions:
+    """Counts, undecodable files, duplicates between training and test, and the split."""
+
+    name: tyro.conf.Positional[str]
+    labels: int = 0
+    """How many labels the split should have; 0: four a class, or as the dataset says."""
+    split_seed: int = 0
+    """Chooses which pictures are labelled."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
 
 
 @dataclass

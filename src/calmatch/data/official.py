@@ -10,12 +10,12 @@ from urllib.error import URLError
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from calmatch.data import cache
 from calmatch.data.dataset import Dataset, last_share
 from calmatch.data.files import Files, listed, loaded
 from calmatch.data.split import long_tail
+from calmatch.spec import Spec
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR100 = (
@@ -130,28 +130,20 @@ def eurosat(*, size: int = 32) -> Dataset:
     Read from the folder 2750/ (as in the official zip, or torchvision's eurosat/2750/) or straight
     from EuroSAT.zip; 64 px pictures are resized.
     """
+    found = _of_classes(*_eurosat(), size, "eurosat", 0.2)
+    if len(found.classes) != 10:
+        raise ValueError(f"{root()} has {len(found.classes)} of EuroSAT's 10 class folders.")
+    return found._replace(shuffle_first=True)
+
+
+def _eurosat() -> tuple[Path, str]:
     places = [(root() / "eurosat", "2750"), (root(), "2750"), (root() / "EuroSAT", "2750")]
     places = [(place, below) for place, below in places if (place / below).is_dir()]
     places += [(path, "2750/") for path in (root() / "EuroSAT.zip",) if path.is_file()]
     if not places:
         official("EuroSAT", "eurosat/2750/ or EuroSAT.zip", {})
-        places = [(root() / "eurosat", "2750")]
-    found = listed(*places[0])
-    if len(found) != 10:
-        raise ValueError(f"{places[0][0]} has {len(found)} of EuroSAT's 10 class folders.")
-    return of_classes(places[0][0], found, size, "eurosat")._replace(shuffle_first=True)
-
-
-def of_classes(
-    place: Path, found: dict[str, list[str]], size: int, title: str, share: float = 0.2
-) -> Dataset:
-    """Class folders with the last share of each class, in file order, as the test set."""
-    names = [name for group in found.values() for name in group]
-    sizes = [len(group) for group in found.values()]
-    labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-    test = last_share(labels, share)
-    images: Tensor = loaded(Files(place, tuple(names), size), title)
-    return Dataset(images[~test], labels[~test], images[test], labels[test], tuple(found))
+        return root() / "eurosat", "2750"
+    return places[0]
 
 
 def folder(*, path: str, size: int = 32, share: float = 0.2) -> Dataset:
@@ -159,7 +151,30 @@ def folder(*, path: str, size: int = 32, share: float = 0.2) -> Dataset:
     place = Path(path)
     if not place.is_dir():
         raise ValueError(f"There is no folder {place}.")
-    found = listed(place)
-    if len(found) < 2:
+    if len(listed(place)) < 2:
         raise ValueError(f"{place} needs at least two class folders with pictures in them.")
-    return of_classes(place, found, size, "folder", share)
+    return _of_classes(place, "", size, "folder", share)
+
+
+def _of_classes(place: Path, below: str, size: int, title: str, share: float) -> Dataset:
+    """Class folders with the last share of each class, in file order, as the test set."""
+    found = listed(place, below)
+    sizes = [len(group) for group in found.values()]
+    labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    test = last_share(labels, share)
+    names = tuple(name for group in found.values() for name in group)
+    images = loaded(Files(place, names, size), title)
+    return Dataset(images[~test], labels[~test], images[test], labels[test], tuple(found))
+
+
+def files(item: Spec) -> Files | None:
+    """The picture files behind a dataset, where it is made of such."""
+    size = int(item.kwargs.get("size", 32))
+    if item.name == "eurosat":
+        place, below = _eurosat()
+    elif item.name == "folder" and Path(str(item.kwargs.get("path"))).is_dir():
+        place, below = Path(str(item.kwargs["path"])), ""
+    else:
+        return None
+    names = tuple(name for group in listed(place, below).values() for name in group)
+    return Files(place, names, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def state_of(path: str | Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return dict(safetensors.torch.load_file(path))
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
+            found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a file of plain weights, so it is not read.") from error
     except safetensors.SafetensorError as error:

