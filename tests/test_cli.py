@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from calmatch import cli
 from conftest import calmatch
 
 
@@ -25,6 +27,25 @@ def test_help_answers_without_importing_anything_heavy():
     assert "calmatch COMMAND" in found.stdout
 
 
+@pytest.fixture
+def typed(capsys):
+    """A command in this process: its exit code, output and errors. Others start a real one."""
+
+    def run(*words):
+        capsys.readouterr()
+        code = cli.main([str(word) for word in words])
+        return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+def test_a_real_process_tells_a_mistake_by_its_exit_code(tmp_path):
+    found = calmatch("train", "digits_40", "--method", "freematc", "--out", tmp_path / "run")
+    assert found.returncode == 2
+    assert found.stderr.startswith("calmatch: There is no method called 'freematc'. Did you mean")
+    assert len(found.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -39,28 +60,30 @@ def test_help_answers_without_importing_anything_heavy():
         (["report", "nowhere"], "not the folder of a finished run"),
     ],
 )
-def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence):
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(typed, tmp_path, words, sentence):
     if words[0] == "train":
         words = [*words, "--out", str(tmp_path / "run")]
-    found = calmatch(*words)
+    found = typed(*words)
     assert found.returncode == 2
-    assert sentence in found.stderr
-    assert "Traceback" not in found.stderr
-    assert len(found.stderr.strip().splitlines()) == 1
+    assert sentence in found.err
+    assert "Traceback" not in found.err
+    assert len(found.err.strip().splitlines()) == 1
 
 
-def test_an_unknown_flag_and_a_wrong_type_exit_with_2():
-    assert calmatch("train", "digits_40", "--stepz", "5").returncode == 2
+def test_an_unknown_flag_and_a_wrong_type_exit_with_2(typed):
+    with pytest.raises(SystemExit) as left:
+        typed("train", "digits_40", "--stepz", "5")
+    assert left.value.code == 2
     found = calmatch("train", "digits_40", "--steps", "many")
     assert found.returncode == 2
     assert "many" in found.stderr + found.stdout
 
 
 @pytest.mark.parametrize("kind", ["methods", "datasets", "nets", "recipes", "losses", "metrics"])
-def test_lists_have_a_line_each(kind):
-    found = calmatch(kind)
+def test_lists_have_a_line_each(typed, kind):
+    found = typed(kind)
     assert found.returncode == 0
-    lines = found.stdout.strip().splitlines()
+    lines = found.out.strip().splitlines()
     assert lines
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
 
@@ -80,7 +103,7 @@ def test_a_config_file_changes_the_recipe_and_flags_change_it_again(tmp_path):
     assert (tmp_path / "two" / "report.html").exists()
 
 
-def test_any_models_predictions_can_be_measured(tmp_path):
+def test_any_models_predictions_can_be_measured(typed, tmp_path):
     random = np.random.default_rng(0)
     logits = random.normal(size=(200, 4))
     probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -91,11 +114,15 @@ def test_any_models_predictions_can_be_measured(tmp_path):
         writer.writerow(["cat", "label", "dog", "owl", "elk"])
         for row, label in zip(probs, labels, strict=True):
             writer.writerow([row[0], label, *row[1:]])
-    found = [calmatch("evaluate", tmp_path / name, "--json") for name in ("p.npz", "p.csv")]
+    words = ("--json", "--resamples", "20")
+    found = [typed("evaluate", tmp_path / name, *words) for name in ("p.npz", "p.csv")]
     assert [one.returncode for one in found] == [0, 0]
-    first, second = (json.loads(one.stdout) for one in found)
+    first, second = (json.loads(one.out) for one in found)
     assert first["ece"]["value"] == pytest.approx(second["ece"]["value"])
-    assert "ece (%)" in calmatch("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
+    shown = calmatch("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
+    assert "ece (%)" in shown
+    assert "95 %" in shown
+    assert "95 %" not in typed("evaluate", tmp_path / "p.npz", "--resamples", "0").out
 
 
 @pytest.mark.parametrize(
@@ -108,23 +135,28 @@ def test_any_models_predictions_can_be_measured(tmp_path):
         ("label,a,b\n7,0.5,0.5\n", "0..1"),
     ],
 )
-def test_bad_predictions_are_named_by_row(tmp_path, text, words):
+def test_bad_predictions_are_named_by_row(typed, tmp_path, text, words):
     (tmp_path / "p.csv").write_text(text)
-    found = calmatch("evaluate", tmp_path / "p.csv")
+    found = typed("evaluate", tmp_path / "p.csv")
     assert found.returncode == 2
-    assert words in found.stderr
+    assert words in found.err
 
 
-def test_a_pickle_in_a_npz_is_refused(tmp_path):
-    np.savez(tmp_path / "p.npz", probs=np.array([{}], dtype=object), labels=np.zeros(1, int))
-    found = calmatch("evaluate", tmp_path / "p.npz")
-    assert found.returncode == 2
-    assert "plain arrays" in found.stderr
+def test_files_that_are_no_predictions_are_refused(typed, tmp_path):
+    np.savez(tmp_path / "pickle.npz", probs=np.array([{}], dtype=object), labels=np.zeros(1, int))
+    (tmp_path / "broken.npz").write_bytes(b"PK nothing")
+    np.savez(tmp_path / "words.npz", probs=np.full((2, 2), 0.5), labels=np.array(["a", "b"]))
+    with (tmp_path / "bare.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    for name in ("pickle", "broken", "words", "bare"):
+        found = typed("evaluate", tmp_path / f"{name}.npz")
+        assert found.returncode == 2, name
+        assert len(found.err.strip().splitlines()) == 1
+    assert typed("report").returncode == 2
+    assert typed("train", "digits_40", "--out", tmp_path / "broken.npz").returncode == 2
 
 
 def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, capsys):
-    from calmatch import cli
-
     def broken(words):
         return {}["nothing"]
 

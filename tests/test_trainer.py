@@ -231,7 +231,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch)
 
 COMMAND = """
 train digits_40 --method freematch --penalty margin(m=10) --net tiny --dataset synthetic
---labels 16 --weak crop(1) --steps 1500 --checkpoint-every 20 --log-every 30 --seed 5 --quiet
+--labels 16 --weak crop(1) --steps 900 --checkpoint-every 20 --log-every 30 --seed 5 --quiet
 """
 
 
@@ -276,7 +276,7 @@ def test_a_stop_signal_writes_a_checkpoint_and_says_how_to_continue(tmp_path, nu
 
 @pytest.mark.ddp
 def test_two_ranks_from_the_command_line_write_one_run(tmp_path):
-    words = COMMAND.replace("1500", "60").split()
+    words = COMMAND.replace("900", "60").split()
     assert calmatch(*words, "--out", tmp_path / "one").returncode == 0
     processes = []
     with socket.socket() as free:

@@ -36,8 +36,9 @@ def moving(old: Tensor, new: Tensor, momentum: float) -> Tensor:
 
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
     """Equal-width bin (lo, hi] of each confidence; 0 falls in the first, 1 in the last."""
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)[1:-1]
-    return torch.bucketize(confidence, edges.to(confidence))
+    wide = torch.float32 if confidence.device.type == "mps" else torch.float64
+    edges = torch.linspace(0, 1, bins + 1, dtype=wide, device=confidence.device)[1:-1]
+    return torch.bucketize(confidence, edges.to(confidence.dtype))
 
 
 def bin_sums(confidence: Tensor, right: Tensor, weight: Tensor, bins: int = 15) -> Tensor:

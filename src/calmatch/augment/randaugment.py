@@ -152,8 +152,9 @@ def _stretched(images: Tensor) -> Tensor:
     flat = images.flatten(2).short()  # torch 2.15 compiles amin of bytes wrongly on the CPU
     low, high = wide(flat.amin(2, keepdim=True)), wide(flat.amax(2, keepdim=True))
     scale = levels[255] / (high - low).clamp_min(1)  # a tensor: 255.0 / x is not a division
-    offset = -low * scale
-    stretched = (levels * scale + offset).clamp(0, 255).long()
+    # clamping what is never negative keeps a compiler from fusing product and difference
+    product, offset = (levels * scale).clamp_min(0), (low * scale).clamp_min(0)
+    stretched = (product - offset).clamp(0, 255).long()
     return torch.where(high > low, stretched, levels.long())
 
 
