@@ -35,9 +35,10 @@ format: $(READY)  ## put the code in the house's style
 docs: $(READY)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(READY)  ## speed of the metrics beside torchmetrics, cost of each method
+bench: $(READY)  ## speed of metrics, methods and augmentation
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/methods.py
+	$(BIN)/python benchmarks/augment.py
 
 readme: $(READY)  ## the README's tree, table and picture, made anew
 	$(BIN)/python tools/readme.py
