@@ -40,7 +40,8 @@ def test_the_step_is_one_graph_and_compiled_equals_eager(tiny, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_inductor_equals_eager(tiny, method):
-    _compare_compiled(tiny(method, precision="fp64", penalty=penalty(method)), "inductor", 1e-9)
+    close = 1e-5 if method == "vat" else 1e-9  # a finite difference with steps of 1e-6
+    _compare_compiled(tiny(method, precision="fp64", penalty=penalty(method)), "inductor", close)
 
 
 def _compare_compiled(config, backend, tolerance):

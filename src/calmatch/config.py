@@ -70,8 +70,10 @@ class Config:
     """Momentum of the averaged weights that are evaluated; 0: none; unset: the method's own."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Arithmetic of the network while training."""
-    compile: bool = False
-    """Compile the step with torch.compile (slow start, faster steps)."""
+    compile: bool | None = None
+    """Compile the step (slow start, faster steps); unset: on a CUDA device."""
+    engine: Literal["auto", "eager", "captured"] = "auto"
+    """Replay the step from one captured graph (auto: on a CUDA device), or run it as written."""
     device: str = "auto"
     """cuda, mps, cpu, or auto: the first of these that is there."""
     log_every: int = 50

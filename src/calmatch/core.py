@@ -172,7 +172,7 @@ class Objective(nn.Module):
         parts = _parts("labelled", self.labelled, plan.labelled)
         if plan.unlabelled is not None:
             parts |= _parts("unlabelled", self.unlabelled, plan.unlabelled)
-        assert not (parts.keys() | {"loss"}) & plan.extra.keys(), "an extra loss needs its own name"
+        assert all(k not in parts and k != "loss" for k in plan.extra), "extras need own names"
         parts |= plan.extra
         loss = torch.stack(list(parts.values())).sum()
         with torch.no_grad():

@@ -26,7 +26,7 @@ class Sums:
         self.steps = 0
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        self.steps += 1
+        """Add in place, so that a captured step keeps adding to the same memory."""
         for name, value in values.items():
             if name in self.totals:
                 self.totals[name] += value.detach()
@@ -38,7 +38,9 @@ class Sums:
         means = {
             k: parallel.average(v) / max(1, self.steps) for k, v in sorted(self.totals.items())
         }
-        self.totals, self.steps = {}, 0
+        for total in self.totals.values():
+            total.zero_()
+        self.steps = 0
         bins = means.pop("bins", None)
         line: dict[str, Any] = {name: value.tolist() for name, value in means.items()}
         if "agreeing" in line:

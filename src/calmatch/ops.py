@@ -37,7 +37,7 @@ def moving(old: Tensor, new: Tensor, momentum: float) -> Tensor:
 def bin_of(confidence: Tensor, bins: int) -> Tensor:
     """Equal-width bin (lo, hi] of each confidence; 0 falls in the first, 1 in the last."""
     wide = torch.float32 if confidence.device.type == "mps" else torch.float64
-    edges = torch.linspace(0, 1, bins + 1, dtype=wide, device=confidence.device)[1:-1]
+    edges = torch.arange(1, bins, dtype=wide, device=confidence.device) / bins
     return torch.bucketize(confidence, edges.to(confidence.dtype))
 
 

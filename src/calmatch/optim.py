@@ -106,7 +106,10 @@ def build(
     if name == "sgd":
         nesterov = momentum > 0
         return torch.optim.SGD(parameters, momentum=momentum, nesterov=nesterov, fused=True)
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    capturable = device.type == "cuda"  # the step may be captured as a graph
+    return torch.optim.AdamW(
+        parameters, betas=(0.9, 0.999), eps=1e-8, fused=True, capturable=capturable
+    )
 
 
 def set_rate(optimizer: torch.optim.Optimizer, relative: float) -> None:

@@ -25,6 +25,7 @@ from calmatch.setup import Parts
 FREE = (
     "device",
     "compile",
+    "engine",
     "eval_batch",
     "source",
     "memory",

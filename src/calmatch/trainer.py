@@ -6,7 +6,7 @@ import copy
 import math
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from calmatch import checkpoint, log, optim, parallel, results
 from calmatch import config as configs
+from calmatch.capture import Captured
 from calmatch.config import Config
 from calmatch.core import Batch, Objective
 from calmatch.data.batches import stream_seed
@@ -48,10 +49,17 @@ class Training:
 
     def advance(self, batch: Batch) -> None:
         """One training step."""
-        config, parts = self.config, self.parts
+        config = self.config
         torch.manual_seed(stream_seed(config.seed, 6, self.step))  # dropout and drop-path
         rate = optim.factor(self.step, config.steps, config.warmup, config.schedule)
         optim.set_rate(self.optimizer, rate)
+        self.learn(batch)
+        self.sums.steps += 1
+        self.step += 1
+
+    def learn(self, batch: Batch) -> None:
+        """What a step does on the device: nothing in it depends on the host."""
+        config, parts = self.config, self.parts
         values, state = self.objective(batch)
         values["loss"].backward()
         parts.method.commit(state)
@@ -62,7 +70,6 @@ class Training:
         if parts.momentum:
             follow(parts.ema, parts.net, parts.momentum)
         self.sums.add(values)
-        self.step += 1
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by name, for a checkpoint."""
@@ -135,9 +142,10 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
     for line in complaints:
         log.tell(line, quiet)
     title = parts.title
+    advance = _engine(run, quiet)
     with log.Lines(folder, keep) as lines, log.Bar(title, config.steps, run.step, quiet) as bar:
         while run.step < config.steps:
-            run.advance(parts.batches[run.step])
+            advance()
             bar.update(run.step)
             if due(run.step, config.log_every, config.steps):
                 _log(run, lines, bar)
@@ -154,6 +162,17 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
     return done
 
 
+def _engine(run: Training, quiet: bool) -> Callable[[], None]:
+    """How a step is made: replayed from one captured graph on a CUDA device, else step by step."""
+    wanted = run.config.engine
+    able = run.parts.device.type == "cuda" and parallel.world() == 1
+    if wanted == "captured" and not able:
+        raise ValueError("engine=captured needs one CUDA device; use --engine auto.")
+    if able and wanted != "eager":
+        return Captured(run, quiet).advance
+    return lambda: run.advance(run.parts.batches[run.step])
+
+
 def due(step: int, every: int, total: int) -> bool:
     """Whether something done every so many steps, and at the end, is due."""
     return step == total or (every > 0 and step % every == 0)
@@ -165,7 +184,8 @@ def _start(config: Config, parts: Parts) -> Training:
     objective: nn.Module = Objective(
         parts.net, parts.method, parts.labelled_loss, parts.unlabelled_loss, ema, truth
     )
-    if config.compile:
+    compiled = parts.device.type == "cuda" if config.compile is None else config.compile
+    if compiled:
         objective.compile(fullgraph=True)
     if parallel.world() > 1:
         objective = nn.parallel.DistributedDataParallel(objective, static_graph=True)

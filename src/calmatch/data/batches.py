@@ -88,6 +88,22 @@ class Batches:
             draws=self._draws(step),
         )
 
+    def whole(self, number: int) -> Batch:
+        """All steps of a chunk at once: every tensor with an axis of steps in front."""
+        views, ids = self._chunks(number)
+        x_id, u_id = (ids[side].to(self.device) for side in "xu")
+        first = number * self.chunk
+        draws = [self._draws(step) for step in range(first, first + self.chunk)]
+        return Batch(
+            x=tuple(views["x"]),
+            y=self.labels[x_id],
+            u=tuple(views["u"]),
+            x_id=x_id,
+            u_id=u_id,
+            step=torch.arange(first, first + self.chunk, device=self.device),
+            draws={name: torch.stack([draw[name] for draw in draws]) for name in draws[0]},
+        )
+
     def rows(self, side: str, number: int) -> Tensor:
         """Rows of every step of a chunk: [chunk, rows]."""
         steps = range(number * self.chunk, (number + 1) * self.chunk)
