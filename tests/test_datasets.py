@@ -19,6 +19,7 @@ import torchvision.datasets as tv
 from PIL import Image
 
 from calmatch import data, recipes, train
+from calmatch.config import Config
 from calmatch.data import cache, files
 from calmatch.data.check import check
 from calmatch.data.split import split
@@ -302,6 +303,29 @@ def test_decoding_workers_give_what_the_cache_holds(tmp_path):
     stream = Stream(all_files, rows, torch.device("cpu"), workers=2)
     expected = files.loaded(all_files, "test")[rows]
     assert torch.equal(torch.cat(list(stream.batches(7))), expected)
+
+
+def test_a_run_that_decodes_as_it_goes_equals_one_from_the_cache(tmp_path):
+    root = tmp_path / "pictures"
+    for k, name in enumerate("ab"):
+        (root / name).mkdir(parents=True)
+        for n in range(20):
+            (root / name / f"{n}.jpg").write_bytes(jpeg(100 * k + n, (20, 16)))
+    made = []
+    for number, cached in enumerate((True, False)):
+        config = Config(
+            dataset=f"folder(path={str(root)!r}, size=16, cached={cached})",
+            labels=4,
+            net="tiny",
+            batch=4,
+            steps=4,
+            log_every=2,
+            source="resident" if cached else "stream",
+            workers=1,
+        )
+        run = train(config, tmp_path / f"run{number}", quiet=True)
+        made.append((run.folder / "predictions.npz").read_bytes())
+    assert made[0] == made[1]
 
 
 def test_pictures_are_streamed_when_they_do_not_fit(tiny):

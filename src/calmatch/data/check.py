@@ -13,6 +13,7 @@ from calmatch import spec
 from calmatch.data import build, official
 from calmatch.data.dataset import Dataset
 from calmatch.data.files import Files
+from calmatch.data.resident import taken
 from calmatch.data.split import split
 
 NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer pictures are near duplicates,
@@ -41,9 +42,11 @@ def check(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[Finding]:
         yield Finding(f"class {k} {name}", f"{train:,} training, {test:,} test")
     if unknown := int((dataset.labels < 0).sum()):
         yield Finding("without label", f"{unknown:,}")
-    exact = shared(dataset.images, dataset.test_images)
+    images = taken(dataset.images, torch.arange(len(dataset.labels)))
+    test_images = taken(dataset.test_images, torch.arange(len(dataset.test_labels)))
+    exact = shared(images, test_images)
     yield Finding("test pictures also in training", f"{len(exact):,}{_some(exact)}")
-    near = alike(dataset.images, dataset.test_images)
+    near = alike(images, test_images)
     yield Finding("test pictures nearly in training", f"{len(near):,}{_some(near)}")
     yield _split(dataset, labels, split_seed)
 

@@ -7,13 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calmatch.data.files import Files
+
 
 class Dataset(NamedTuple):
     """Pictures to train on and to test on."""
 
-    images: Tensor  # uint8 [N, 3, H, W]
+    images: Tensor | Files  # uint8 [N, 3, H, W], or files that are decoded when asked for
     labels: Tensor  # [N] class ids, -1 unknown
-    test_images: Tensor
+    test_images: Tensor | Files
     test_labels: Tensor
     classes: tuple[str, ...]
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -53,6 +53,8 @@ class Files:
             raise ValueError(f"{self.names[place]} cannot be decoded: {error}.") from error
 
     def take(self, rows: Sequence[int]) -> Tensor:
+        if not rows:
+            return torch.zeros(0, *self.shape[1:], dtype=torch.uint8)
         return torch.from_numpy(np.stack([self.picture(row) for row in rows]))
 
     def some(self, rows: Sequence[int]) -> Files:

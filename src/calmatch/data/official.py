@@ -146,24 +146,33 @@ def _eurosat() -> tuple[Path, str]:
     return places[0]
 
 
-def folder(*, path: str, size: int = 32, share: float = 0.2) -> Dataset:
-    """A folder of class folders; the last share of each class in file order is the test set."""
+def folder(*, path: str, size: int = 32, share: float = 0.2, cached: bool = True) -> Dataset:
+    """A folder of class folders; the last share of each class in file order is the test set.
+
+    `cached=False` keeps no decoded copy: worker processes decode what each step needs.
+    """
     place = Path(path)
     if not place.is_dir():
         raise ValueError(f"There is no folder {place}.")
     if len(listed(place)) < 2:
         raise ValueError(f"{place} needs at least two class folders with pictures in them.")
-    return _of_classes(place, "", size, "folder", share)
+    return _of_classes(place, "", size, "folder", share, cached)
 
 
-def _of_classes(place: Path, below: str, size: int, title: str, share: float) -> Dataset:
+def _of_classes(
+    place: Path, below: str, size: int, title: str, share: float, cached: bool = True
+) -> Dataset:
     """Class folders with the last share of each class, in file order, as the test set."""
     found = listed(place, below)
     sizes = [len(group) for group in found.values()]
     labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
     test = last_share(labels, share)
     names = tuple(name for group in found.values() for name in group)
-    images = loaded(Files(place, names, size), title)
+    pictures = Files(place, names, size)
+    if not cached:
+        parts = [pictures.some(rows.nonzero()[:, 0].tolist()) for rows in (~test, test)]
+        return Dataset(parts[0], labels[~test], parts[1], labels[test], tuple(found))
+    images = loaded(pictures, title)
     return Dataset(images[~test], labels[~test], images[test], labels[test], tuple(found))
 
 

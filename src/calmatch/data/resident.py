@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from calmatch.data.files import Files
 from calmatch.data.stream import Plan, Stream
 
 
@@ -42,10 +44,20 @@ def free_memory(device: torch.device) -> int:
 
 
 def source(
-    images: Tensor, rows: Tensor, device: torch.device, kind: str, memory: float, workers: int
+    images: Tensor | Files,
+    rows: Tensor,
+    device: torch.device,
+    kind: str,
+    memory: float,
+    workers: int,
 ) -> Source:
     """Resident where the rows need at most this share of free memory, streamed otherwise."""
-    need = len(rows) * images[0].numel() if len(images) else 0
+    need = len(rows) * math.prod(images.shape[1:])
     if kind == "resident" or (kind == "auto" and need <= memory * free_memory(device)):
-        return Resident(images[rows], device)
+        return Resident(taken(images, rows), device)
     return Stream(images, rows, device, workers)
+
+
+def taken(images: Tensor | Files, rows: Tensor) -> Tensor:
+    """Some pictures as one tensor."""
+    return images.take(rows.tolist()) if isinstance(images, Files) else images[rows]
