@@ -47,6 +47,15 @@ def bin_sums(confidence: Tensor, right: Tensor, weight: Tensor, bins: int = 15) 
     return columns.new_zeros(3, bins).index_add(1, bin_of(confidence, bins), columns)
 
 
+def quantile(values: Tensor, level: Tensor) -> Tensor:
+    """Linear-interpolated quantile at a level that is a tensor; torch's own looks at its value."""
+    ordered = values.sort().values
+    place = level * (len(values) - 1)
+    below = place.floor().long().clamp(0, max(0, len(values) - 2))[None]
+    above = (below + 1).clamp_max(len(values) - 1)
+    return torch.lerp(ordered.gather(0, below), ordered.gather(0, above), place - below)[0]
+
+
 def uniform(generator: Generator, *shape: int) -> Tensor:
     """Uniform numbers in [0, 1) on the generator's device."""
     return torch.rand(shape, generator=generator, device=generator.device)

@@ -118,7 +118,7 @@ class BAM(Method):
         level = self.first_quantile + (self.quantile - self.first_quantile) * progress
         memory = self.get_buffer("quantiles")
         place = step % len(memory)
-        quantiles = memory.index_copy(0, place[None], spread.quantile(level)[None])
+        quantiles = memory.index_copy(0, place[None], ops.quantile(spread, level)[None])
         filled = (step + 1).clamp_max(len(memory))
         return {"quantiles": quantiles, "spread": quantiles.sum() / filled}
 
