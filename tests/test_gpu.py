@@ -11,7 +11,7 @@ from calmatch.augment import randaugment
 from calmatch.capture import Captured
 from calmatch.setup import prepare
 from conftest import ALL_METHODS
-from test_augment import BATCH, EXACT, GEOMETRIC, PHOTOS, pillow
+from test_augment import BATCH, PHOTOS, assert_pillows, pillow
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +27,7 @@ def test_operations_on_the_gpu_are_pillows(name, compiled):
         ours = apply(BATCH.cuda(), op, values).cpu()
         pictures = [np.array(pillow(name, p, float(values[0]))) for p in PHOTOS]
         theirs = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
-        if name in GEOMETRIC:
-            assert (ours == theirs).double().mean() >= 0.995
-        elif name in EXACT:
-            assert torch.equal(ours, theirs)
-        else:
-            assert (ours.int() - theirs.int()).abs().max() <= 1
+        assert_pillows(name, ours, theirs)
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)

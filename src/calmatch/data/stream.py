@@ -26,6 +26,8 @@ class Stream:
         self.next = -1
         self.chunks: Iterator[Tensor] = iter(())
         self.ready: Tensor | None = None
+        # copies have a stream of their own, so that they overlap with compute
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __len__(self) -> int:
         return len(self.fetch.rows)
@@ -36,6 +38,10 @@ class Stream:
             self.chunks = iter(self._loader(_From(self.plan, number)))
             self.ready = self._copied()
         pictures = self.ready
+        if self.side is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self.side)  # this chunk's copy; the next one starts below
+            pictures.record_stream(now)
         self.next, self.ready = number + 1, self._copied()
         return pictures
 
@@ -46,7 +52,8 @@ class Stream:
 
     def _copied(self) -> Tensor:
         pictures: Tensor = next(self.chunks)
-        return pictures.to(self.device, non_blocking=True)
+        with torch.cuda.stream(self.side):  # without a device this does nothing
+            return pictures.to(self.device, non_blocking=True)
 
     def _loader(self, order: Sampler[Tensor] | list[Tensor]) -> DataLoader[Tensor]:
         return DataLoader(
