@@ -17,7 +17,20 @@ LAYERS = [
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
     {"trainer", "capture", "evaluate", "checkpoint", "log", "results", "model", "modelfile"},
-    {"recipes", "cli", "options", "api", "demo", "report", "__main__", "__init__"},
+    {
+        "recipes",
+        "cli",
+        "options",
+        "api",
+        "predict",
+        "table",
+        "cluster",
+        "export",
+        "demo",
+        "report",
+        "__main__",
+        "__init__",
+    },
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

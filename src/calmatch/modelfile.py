@@ -87,7 +87,8 @@ def _fine_classes(names: Any) -> bool:
     return (
         isinstance(names, list)
         and 2 <= len(names) <= LARGEST["classes"]
-        and all(isinstance(name, str) and len(name) <= LARGEST["name"] for name in names)
+        and all(isinstance(name, str) and 0 < len(name) <= LARGEST["name"] for name in names)
+        and all(name.encode(errors="ignore").decode() == name for name in names)  # no surrogates
         and len(set(names)) == len(names)
     )
 
