@@ -52,7 +52,7 @@ def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path)
     assert json.loads(facts["classes"]) == [f"class {k}" for k in range(4)]
     assert json.loads(facts["calibration"])["kind"] == "isotonic"
     assert json.loads(facts["provenance"]) == {"seed": 5}
-    assert "shorter side to 8" in facts["preprocessing"]
+    assert "shorter side resized to 8" in facts["preprocessing"]
 
 
 def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):

@@ -179,13 +179,14 @@ def test_mistakes_are_one_sentence(trained, photos, tmp_path):
         assert not (tmp_path / out).exists()
 
 
-def test_hostile_zips_are_read_and_not_believed(trained, photos, tmp_path):
+def test_hostile_zips_are_read_and_not_believed(trained, photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("calmatch.predict.BIGGEST", 1 << 20)
     good = (photos / "b.png").read_bytes()
     path = tmp_path / "evil.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("../../up.png", good)
         archive.writestr("/root.png", good)
-        archive.writestr("bomb.png", bytes(300 << 20))  # 300 MiB in 300 KiB
+        archive.writestr("bomb.png", bytes(3 << 20))  # 3 MiB in 3 KiB
         archive.writestr("=cmd|' /C calc'!A0.png", good)
         archive.writestr("crc.png", good)
     data = bytearray(path.read_bytes())
@@ -219,7 +220,9 @@ def test_without_a_promise_nothing_is_sure_and_a_line_says_so(photos, tmp_path, 
     model.save_calibration(tmp_path, None, None, few)
     predict(model.load(tmp_path), photos, tmp_path / "o.csv")
     assert {row["sure"] for row in read(tmp_path / "o.csv")} == {"false"}
-    assert "19 more labels are needed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "19 more labels are needed" in said
+    assert "never calibrated" in said
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=5))

@@ -19,9 +19,9 @@ from calmatch.model import Model
 
 TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilities`
 BEFORE = (
-    "Decode, turn upright (EXIF), convert to RGB; resize the shorter side to {size} with an "
-    "antialiased bilinear filter (Pillow's), keeping the aspect; cut {size} x {size} out of the "
-    "centre; give uint8 [N, 3, {size}, {size}]. Normalisation and calibration are in the model."
+    "As calmatch.data.files.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
+    "{size} by Pillow's bilinear filter (antialiased), keeping the aspect; {size} x {size} cut out "
+    "of the centre; uint8 [N, 3, {size}, {size}]. Normalisation and calibration are in the model."
 )
 
 

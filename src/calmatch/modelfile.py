@@ -55,7 +55,7 @@ def write(folder: Path, network: nn.Module, memory: Method | None = None, **entr
     held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     checkpoint.write(folder / "model.safetensors", safetensors.torch.save(held))
     later = dict.fromkeys(SECOND) | {"provenance": {}, "licence": LICENCE}
-    checkpoint.write_json(folder / "model.json", {"format": FORMAT, **later, **entries})
+    checkpoint.write_json(folder / "model.json", {"format": FORMAT} | entries | later | entries)
 
 
 def read_note(path: Path) -> dict[str, Any]:

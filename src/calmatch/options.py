@@ -75,9 +75,9 @@ class ReportOptions:
 class PredictOptions:
     """Answers for pictures: a table with the columns file, label, confidence, set, sure."""
 
-    model: tyro.conf.Positional[Path]
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A run folder."""
-    pictures: tyro.conf.Positional[Path]
+    pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
     """A folder (and those in it), a .zip, or one picture."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
     """A .csv or .parquet file."""
@@ -103,7 +103,7 @@ class PredictOptions:
 class ExportOptions:
     """A model as one file for other programs: bytes in, calibrated probabilities out."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """A run folder."""
     to: Literal["onnx", "pt2"] = "onnx"
     """onnx runs anywhere; pt2 is torch.export's own."""

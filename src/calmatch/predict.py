@@ -248,6 +248,8 @@ def _tell(
         log.tell(f"Skipped {table.text(file)}: {reason}", quiet)
     if count.skipped:
         log.tell(f"{count.skipped} files were skipped; all are in {table.beside(out)}.", quiet)
+    if model.note.get("calibration") is None:
+        log.tell("This model was never calibrated: confidence is the network's own.", quiet)
     point = model.selective
     log.tell(f"{count.pictures} pictures, {count.sure} sure: {out}", quiet)
     if point is None or point.threshold is None:
