@@ -16,7 +16,17 @@ LAYERS = [
     {"core", "ops", "parallel", "spec"},
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
-    {"trainer", "capture", "evaluate", "checkpoint", "log", "results", "model", "modelfile"},
+    {
+        "trainer",
+        "capture",
+        "flat",
+        "evaluate",
+        "checkpoint",
+        "log",
+        "results",
+        "model",
+        "modelfile",
+    },
     {
         "recipes",
         "cli",
