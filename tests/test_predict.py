@@ -285,6 +285,16 @@ def test_memory_does_not_grow_with_the_number_of_pictures(trained, tmp_path):
 
 
 @pytest.mark.ray
+def test_a_cluster_that_does_not_answer_is_one_sentence(trained, photos, tmp_path):
+    pytest.importorskip("ray")
+    with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
+        predict(
+            model.load(trained), photos, tmp_path / "o.csv", engine="ray", address="127.0.0.1:1"
+        )
+    assert not (tmp_path / "o.csv").exists()
+
+
+@pytest.mark.ray
 def test_a_ray_cluster_of_two_nodes_writes_the_same_table(trained, photos, tmp_path, capfd):
     pytest.importorskip("ray")
     import ray

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,14 +47,10 @@ def rows(
     Every node must have calmatch installed and see the pictures under the same path. File names,
     not pictures, pass through the machine that asks.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ValueError("--engine ray needs an extra: pip install 'calmatch[ray]'.") from error
+    ray = _imported()
     mine = not ray.is_initialized()
     if mine:
+        _reachable(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -63,6 +60,29 @@ def rows(
     finally:
         if mine:
             ray.shutdown()
+
+
+def _imported() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ValueError("--engine ray needs an extra: pip install 'calmatch[ray]'.") from error
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    return ray
+
+
+def _reachable(address: str | None) -> None:
+    """Ray itself takes minutes to find that nobody answers."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return  # "auto" and "ray://..." are Ray's own business
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
 
 
 def _spread(
@@ -81,10 +101,10 @@ def _spread(
     there = ray.cluster_resources()
     gpus = int(there.get("GPU", 0))
     most = max(1, min(len(chunks), gpus or int(there.get("CPU", 1))))
-    model.to("cpu")
+    held = ray.put(model.to("cpu"))
     work = ray.data.from_items(chunks, override_num_blocks=min(len(chunks), BLOCKS)).map(
         _Worker,
-        fn_constructor_args=(ray.put(model), Pictures(source.path.absolute())),
+        fn_constructor_args=(held, Pictures(source.path.absolute())),
         compute=ray.data.ActorPoolStrategy(min_size=most, max_size=most),
         num_cpus=1,
         num_gpus=1 if gpus else 0,
