@@ -14,10 +14,33 @@ import calmatch
 ROOT = Path(calmatch.__file__).parent
 LAYERS = [
     {"core", "ops", "parallel", "spec"},
-    {"losses", "metrics", "augment", "nets", "methods", "optim", "config"},
+    {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
-    {"trainer", "capture", "flat", "evaluate", "checkpoint", "log", "results"},
-    {"recipes", "cli", "options", "api", "demo", "report", "__main__", "__init__"},
+    {
+        "trainer",
+        "capture",
+        "flat",
+        "evaluate",
+        "checkpoint",
+        "log",
+        "results",
+        "model",
+        "modelfile",
+    },
+    {
+        "recipes",
+        "cli",
+        "options",
+        "api",
+        "predict",
+        "table",
+        "cluster",
+        "export",
+        "demo",
+        "report",
+        "__main__",
+        "__init__",
+    },
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calmatch import augment, data, losses, methods, metrics, nets, recipes
+    from calmatch import augment, data, losses, methods, metrics, nets, posthoc, recipes
     from calmatch.api import train, train_seeds
     from calmatch.config import Config
     from calmatch.core import (
@@ -23,14 +23,18 @@ if TYPE_CHECKING:
         apart,
         frozen,
     )
+    from calmatch.model import Model
+    from calmatch.model import load as load_model
     from calmatch.results import Run
     from calmatch.results import load as load_run
 
 __version__ = "0.1.0"
-_MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "recipes"]
+_MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "posthoc", "recipes"]
 _WHERE = {
     "Config": ("calmatch.config", "Config"),
+    "Model": ("calmatch.model", "Model"),
     "Run": ("calmatch.results", "Run"),
+    "load_model": ("calmatch.model", "load"),
     "load_run": ("calmatch.results", "load"),
     "train": ("calmatch.api", "train"),
     "train_seeds": ("calmatch.api", "train_seeds"),
@@ -41,6 +45,7 @@ __all__ = [
     "Loss",
     "Method",
     "Metric",
+    "Model",
     "Objective",
     "Output",
     "Plan",
@@ -52,11 +57,13 @@ __all__ = [
     "augment",
     "data",
     "frozen",
+    "load_model",
     "load_run",
     "losses",
     "methods",
     "metrics",
     "nets",
+    "posthoc",
     "recipes",
     "train",
     "train_seeds",

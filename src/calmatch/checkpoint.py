@@ -20,23 +20,29 @@ from torch import Tensor
 KEEP = 2  # checkpoints on disk: the newest, and one to fall back on
 
 
-def write(path: Path, *pieces: bytes | str | memoryview) -> None:
-    """Write a file so that its name never shows half of it, even across a power cut."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """Another name to write to; it becomes `path` when the block ends well, and vanishes else."""
+    other = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with draft.open("wb") as file:
-            for piece in pieces:
-                file.write(piece.encode() if isinstance(piece, str) else piece)
-            file.flush()
+        yield other
+        with other.open("rb") as file:
             os.fsync(file.fileno())
-        draft.replace(path)
+        other.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write(path: Path, *pieces: bytes | str | memoryview) -> None:
+    """Write a file so that its name never shows half of it, even across a power cut."""
+    with draft(path) as other, other.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.encode() if isinstance(piece, str) else piece)
 
 
 def write_json(path: Path, content: Any) -> None:
