@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,7 +58,10 @@ def write(folder: Path, judged: Seen, labels: Tensor, unlabelled: Seen | None = 
         unlabelled: pictures without a label (or a sample of them; see `sample`).
     """
     shown = chosen(judged.log_probs, labels)
-    arrays = {"rows": shown.numpy(), "pictures": _thumbnails(judged.take, shown).numpy()}
+    arrays: dict[str, Any] = {
+        "rows": shown.numpy(),
+        "pictures": _thumbnails(judged.take, shown).numpy(),
+    }
     if unlabelled is not None and len(unlabelled.log_probs):
         asked = worth_a_label(unlabelled.log_probs)
         rows = asked if unlabelled.rows is None else unlabelled.rows[asked]
