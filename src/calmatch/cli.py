@@ -179,6 +179,11 @@ def _report(words: list[str]) -> None:
     runs = [results.load(folder) for folder in options.runs]
     page = build(runs, options.out or options.runs[0] / "report.html")
     print(f"Report: {page}")
+    if options.tensorboard:
+        from calmatch.report.events import write
+
+        for run in runs:
+            print(f"Events: {write(run)}")
 
 
 def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:

@@ -69,3 +69,5 @@ class ReportOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path | None = None
     """The page; by default report.html in the first run folder."""
+    tensorboard: bool = False
+    """Also write each run's log as TensorBoard event files, in its folder tensorboard/."""

@@ -69,9 +69,9 @@ function wrongGallery() {
     const id = select.value === "" ? null : +select.value;
     const some = all.filter((picture) => id === null || picture.truth === id || picture.guess === id);
     list.replaceChildren(...some.map((picture) => {
-      const words = `${name(picture.guess)}, ${percent(picture.confidence)}`;
-      return make("li", {}, image(picture, `guessed ${words}, is ${name(picture.truth)}`),
-        make("strong", {}, words), make("br"), `is ${name(picture.truth)} (${percent(picture.truth_probability)})`,
+      const says = `says ${name(picture.guess)} (${percent(picture.confidence)})`;
+      const is = `is ${name(picture.truth)} (${percent(picture.truth_probability)})`;
+      return make("li", {}, image(picture, `${says}, ${is}`), make("strong", {}, says), make("br"), is,
         make("span", { class: "name" }, picture.name));
     }));
     document.getElementById("wrong-found").textContent = `${some.length} of ${all.length} pictures`;
@@ -84,8 +84,8 @@ function askedGallery() {
   const list = document.getElementById("asked-gallery");
   list.classList.toggle("pixels", DATA.pictures.side <= 32);
   list.append(...DATA.asked.shown.map((picture) => {
-    const guesses = picture.guesses.map(([id, p]) => `${name(id)} ${percent(p, 0)}`);
-    return make("li", {}, image(picture, guesses.join(", ")), guesses.join(", "), make("span", { class: "name" }, picture.name));
+    const guesses = picture.guesses.map(([id, p]) => `${name(id)}: ${percent(p, 0)}`);
+    return make("li", {}, image(picture, guesses.join(", ")), ...guesses.flatMap((text) => [text, make("br")]), make("span", { class: "name" }, picture.name));
   }));
 }
 

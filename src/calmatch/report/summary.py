@@ -128,6 +128,16 @@ def risk(found: Judged, points: int = 100) -> list[dict[str, float]]:
     return rows
 
 
+def most_answers(found: Judged, error: float) -> dict[str, float] | None:
+    """The point with the most answers whose error is at most so much; None where there is none."""
+    ordered, order = found.confidence.sort(descending=True)
+    wrong = (1 - found.right)[order].cumsum(0)
+    fine = wrong / torch.arange(1, len(ordered) + 1) <= error
+    fine[:-1] &= ordered[1:] != ordered[:-1]  # tied pictures are answered together
+    good = fine.nonzero()[:, 0]
+    return at_threshold(found, float(ordered[good[-1]])) if len(good) else None
+
+
 def at_threshold(found: Judged, threshold: float) -> dict[str, float] | None:
     """The point of the risk-coverage curve at one threshold; None where nothing is answered."""
     answered = found.confidence >= threshold
