@@ -238,7 +238,7 @@ def test_the_operating_point_is_the_models_own_where_it_has_one(tmp_path):
     assert point["own"]
     assert point["coverage"] == float((found.confidence >= 0.9).double().mean())
     text, _ = page_of([run], tmp_path / "report.html")
-    assert "Above 90.0 % confidence it promises 95 % accuracy" in text
+    assert "Above 90.0\xa0% confidence it promises 95\xa0% accuracy" in text
     assert "approximate" in text
     selective |= {"threshold": None, "labels": 40, "missing": 19}
     (run.folder / "model.json").write_text(json.dumps({"selective": selective}))

@@ -77,9 +77,11 @@ def _point(driver: webdriver.Chrome, part: str) -> None:
 
 
 def small(data: bytes) -> bytes:
-    """The same picture in 255 colours, a third of the bytes."""
+    """The same picture in 256 colours, a third of the bytes; thin lines keep theirs."""
     packed = io.BytesIO()
-    Image.open(io.BytesIO(data)).convert("RGB").quantize(255).save(packed, "png", optimize=True)
+    picture = Image.open(io.BytesIO(data)).convert("RGB")
+    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(packed, "png", optimize=True)
     return packed.getvalue()
 
 

@@ -97,6 +97,7 @@ def _environment() -> jinja2.Environment:
     page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     page.trim_blocks = page.lstrip_blocks = True
     page.filters |= {"percent": tables.percent, "signed": tables.signed}
+    page.filters["whole"] = lambda text: text.replace(" %", "\u00a0%")  # no line break in between
     # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
     page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return page

@@ -30,11 +30,15 @@ def points(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 2 or value == 0 else f"{value:.1f}"
+
+
 def headline(run: Run, measured: Mapping[str, Any], chance: Mapping[str, float]) -> list[str]:
     """Error, calibration error, and whether it could be chance."""
     error, ece, over = measured["error"], measured["ece"], measured["over"]
     first = (
-        f"Of 100 {pictures(run)}, about {100 * error['value']:.0f} are classified wrongly "
+        f"Of 100 {pictures(run)}, about {_number(100 * error['value'])} are classified wrongly "
         f"(95 % interval {points(error['low'])} to {points(error['high'])})."
     )
     second = (
