@@ -40,11 +40,10 @@ def made(
     folder.mkdir(parents=True)
     _predictions(folder, log_probs, labels, files)
     if examples_too:
-        shape = (pictures, 3, size, size)
-        images = torch.randint(256, shape, generator=draw, dtype=torch.uint8)
+        images = torch.randint(256, (97, 3, size, size), generator=draw, dtype=torch.uint8)
         unsure = (0.4 * logits).log_softmax(-1)
         named = [f"new/{k} {EVIL}.png" for k in range(pictures)] if files else None
-        seen = examples.Seen(log_probs, lambda rows: images[rows])
+        seen = examples.Seen(log_probs, lambda rows: images[rows % len(images)])
         examples.write(folder, seen, labels, seen._replace(log_probs=unsure, files=named))
     measured = evaluate.measure(log_probs, labels, resamples=20 if pictures < 2000 else 0)
     found = {

@@ -159,6 +159,17 @@ def test_ten_thousand_pictures_of_a_hundred_classes_make_a_small_page_soon(tmp_p
     assert build.build([run], path).stat().st_size < 1_800_000
 
 
+def test_a_thousand_classes_make_a_page_too(tmp_path):
+    run = folders.made(
+        tmp_path / "run", pictures=2000, classes=[str(k) for k in range(1000)], size=64
+    )
+    path = build.build([run], tmp_path / "report.html")
+    assert path.stat().st_size < 4_000_000
+    data = json.loads(Tags(path.read_text("utf-8")).scripts[0])
+    assert len(data["confusion"]["order"]) == summary.MATRIX
+    assert 0 < sum(bool(rows) for rows in data["logits"]["classes"]) <= summary.CHOICE
+
+
 def test_the_bundled_library_is_what_its_note_says():
     folder = Path(build.__file__).parent / "vendor"
     for note in json.loads((folder / "vendor.json").read_text()):

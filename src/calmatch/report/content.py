@@ -124,14 +124,19 @@ def about(run: Run, page: Path) -> dict[str, Any]:
         "judged": str(run.result.get("judged_note", "")),
         "promise": words.promise(_selective(run)),
         "cells": [_cell(run, k) for k in range(len(COLUMNS))],
-        "commands": run.result.get("commands")
-        or [f"calmatch train {place} --out NEW_FOLDER", "calmatch report NEW_FOLDER"],
+        "commands": run.result.get("commands") or _repeat(run, place),
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
         "facts": facts(run, environment),
         "link": f"{run.folder.name}/report.html"
         if run.folder.resolve().parent == page.parent.resolve() and own.is_file()
         else "",
     }
+
+
+def _repeat(run: Run, place: Path) -> list[str]:
+    if (run.folder / "fit.json").is_file():
+        return ["calmatch fit PICTURES --out NEW_FOLDER"]
+    return [f"calmatch train {place} --out NEW_FOLDER", "calmatch report NEW_FOLDER"]
 
 
 def _cell(run: Run, place: int) -> dict[str, Any]:
@@ -142,8 +147,11 @@ def _cell(run: Run, place: int) -> dict[str, Any]:
 
 def origin(run: Run) -> str:
     """The dataset and how many pictures of each kind."""
+    judged = "test" if words.judged_on(run) == "test" else "of them judged"
     counts = {k: v for k, v in run.result.get("pictures", {}).items() if v}
-    said = ", ".join(f"{number:,} {kind}" for kind, number in counts.items())
+    said = ", ".join(
+        f"{number:,} {judged if kind == 'test' else kind}" for kind, number in counts.items()
+    )
     return f"{run.config.dataset}: {said}" if said else run.config.dataset
 
 
@@ -158,6 +166,7 @@ def facts(run: Run, environment: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("seed", str(config.seed)),
         ("judged on", words.JUDGED.get(words.judged_on(run), words.judged_on(run))),
         ("calibration", words.calibration(_json(run.folder / "model.json"))),
+        ("before it", words.before(run.result.get("before_calibration") or {})),
         ("device", str(environment.get("device", ""))),
         (
             "versions",

@@ -18,9 +18,8 @@ function draw(figure) {
 const figures = [...document.querySelectorAll("figure[data-chart]")];
 const redraw = () => figures.forEach(draw);
 
-function fill(select, first) {
-  if (first) select.append(make("option", { value: "" }, first));
-  DATA.classes.forEach((text, id) => select.append(make("option", { value: id }, text)));
+function fill(select, ids) {
+  for (const id of ids) select.append(make("option", { value: id }, name(id)));
 }
 
 // Tables sort by the button in a column's head; numbers as numbers, empty cells last.
@@ -62,7 +61,9 @@ function classFilter() {
 
 function wrongGallery() {
   const [select, list] = ["wrong-class", "wrong-gallery"].map((id) => document.getElementById(id));
-  fill(select, "all");
+  const ids = new Set(DATA.pictures.wrong.flatMap((row) => [DATA.pictures.shown[row].truth, DATA.pictures.shown[row].guess]));
+  select.append(make("option", { value: "" }, "all"));
+  fill(select, d3.sort(ids));
   list.classList.toggle("pixels", DATA.pictures.side <= 32);
   const apply = () => {
     const all = DATA.pictures.wrong.map((row) => DATA.pictures.shown[row]);
@@ -100,7 +101,9 @@ theme();
 document.querySelectorAll("table.sortable").forEach(sortable);
 if (SINGLE) {
   const chosen = document.getElementById("logit-class");
-  fill(chosen);
+  const ids = d3.range(DATA.classes.length).filter((id) => DATA.logits.classes[id].length);
+  fill(chosen, ids.length ? ids : [0]);
+  chosen.value = d3.greatest(ids, (id) => DATA.perClass[id].error) ?? 0; // the hardest class first
   chosen.addEventListener("change", () => draw(document.querySelector('figure[data-chart="logits"]')));
   classFilter();
   if (document.getElementById("wrong")) wrongGallery();

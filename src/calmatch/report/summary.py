@@ -19,6 +19,7 @@ GRID = 64  # points of a density
 WIDTH = 0.05  # of the smooth curve at least: SmoothECE's own can be too fine to look at
 RIVALS = 5  # classes beside the true one in the logit densities of many classes
 MATRIX = 60  # classes of the confusion matrix at most
+CHOICE = 100  # classes whose logit densities are kept at most
 
 
 class Judged(NamedTuple):
@@ -202,16 +203,19 @@ def per_class(found: Judged) -> list[dict[str, Any]]:
 def logits(found: Judged) -> dict[str, Any]:
     """Densities of every class's logit over the pictures of each true class.
 
-    Log-probabilities keep logit differences; each picture's are shifted to have mean zero.
+    Log-probabilities keep logit differences; each picture's are shifted to have mean zero. Of very
+    many classes those with most mistakes are kept, and the others' lists are empty.
     """
     logs = found.log_probs.double().clamp_min(-100.0)  # a class may have probability zero
     values: Floats = (logs - logs.mean(1, keepdim=True)).numpy()
     grid = _grid(values)
     classes = values.shape[1]
+    mistakes = np.bincount(found.labels.numpy(), 1 - found.right.numpy(), classes)
+    kept = set(np.argsort(-mistakes, kind="stable")[:CHOICE].tolist())
     rows: list[list[dict[str, Any]]] = []
     for k in range(classes):
         own = values[found.labels.numpy() == k]
-        if len(own) < 2:
+        if len(own) < 2 or k not in kept:
             rows.append([])
             continue
         near = np.argsort(-own.mean(0), kind="stable")

@@ -114,6 +114,13 @@ def calibration(model: Mapping[str, Any]) -> str:
     return "; ".join(said)
 
 
+def before(measured: Mapping[str, float]) -> str:
+    """What was measured before the confidence was corrected."""
+    if not {"ece", "nll"} <= set(measured):
+        return ""
+    return f"ECE {points(measured['ece'])} %, NLL {measured['nll']:.2f} nats"
+
+
 def example(found: Judged) -> str:
     """What a stated confidence is worth, at the level that most mistakes are made under."""
     for low, high in ((0.85, 0.95), (0.95, 0.995), (0.7, 0.9), (0.5, 0.8)):
