@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import folders
-from calmatch import metrics, train
+from calmatch import cli, metrics, train
 from calmatch.report import build, charts, console, content, summary, words
 from calmatch.report.events import write
 
@@ -282,6 +283,23 @@ def test_event_files_hold_the_log(runs):
     assert [event.step for event in events.Scalars("train/loss")] == [4, 8, 12]
     last = (runs[1].folder / "times.jsonl").read_text().splitlines()[-1]
     assert found[-1].wall_time == pytest.approx(json.loads(last)["unix"])
+
+
+def test_without_tensorboard_a_sentence_names_the_extra(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
+    with pytest.raises(ValueError, match=r"calmatch\[tensorboard\]"):
+        write(runs[0])
+
+
+def test_the_command_puts_a_comparison_above_its_runs_and_spares_their_pages(tmp_path, capsys):
+    made = [folders.made(tmp_path / name, pictures=50) for name in "ab"]
+    assert cli.main(["report", str(made[0].folder), "--tensorboard"]) == 0
+    own = (made[0].folder / "report.html").read_bytes()
+    assert list((made[0].folder / "tensorboard").iterdir())
+    assert cli.main(["report", *(str(run.folder) for run in made)]) == 0
+    assert f"Report: {tmp_path / 'report.html'}" in capsys.readouterr().out
+    assert (made[0].folder / "report.html").read_bytes() == own
+    assert "a/report.html" in (tmp_path / "report.html").read_text()
 
 
 def test_a_diagram_is_computed_apart_from_its_drawing(runs):
