@@ -211,6 +211,20 @@ def test_chance_alone_covers_the_ece_of_honest_models():
     assert inside >= 34  # 38 expected
 
 
+def test_the_band_of_the_smooth_curve_holds_the_curve_and_an_honest_models_truth():
+    generator = torch.Generator().manual_seed(0)
+    held = total = 0
+    for _ in range(20):
+        log_probs = (2 * torch.randn(500, 3, generator=generator)).log_softmax(-1)
+        labels = torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
+        curve = summary.smooth(summary.judged(log_probs, labels))
+        at, accuracy, low, high = (np.array(curve[k]) for k in ("at", "accuracy", "low", "high"))
+        assert np.all((low - 0.02 <= accuracy) & (accuracy <= high + 0.02))
+        held += int(((low <= at) & (at <= high)).sum())
+        total += len(at)
+    assert 0.87 <= held / total <= 0.99  # 95 % wanted; the curve is smoothed, so near that
+
+
 def test_most_answers_is_the_last_point_with_little_enough_error(tmp_path):
     found = summary.judged(*folders.made(tmp_path / "run").predictions())
     fine = [row for row in summary.risk(found, points=10**9) if row["error"] <= 0.05]
