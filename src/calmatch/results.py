@@ -190,7 +190,7 @@ def finish(
 
 
 def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
-    """Predictions of unlabelled pictures, or of a sample; labelled ones may be among them."""
+    """Predictions of unlabelled pictures, or of a sample; labelled ones among them are left out."""
     pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
     new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
     if not len(new):

@@ -48,7 +48,7 @@ function binWords(bin, run) {
     ["pictures", `${whole(bin.n)} (${percent(bin.n / run.n)} of all)`],
     ["confidence", `${percent(bin.confidence)} on average`],
     ["accuracy", `${percent(bin.accuracy)} (95 %: ${between(bin.low, bin.high)})`],
-    ["difference", `${gap > 0 ? "+" : ""}${gap.toFixed(1)} points: ${side}`],
+    ["difference", `${gap > 0 ? "+" : ""}${signed(gap)} points: ${side}`],
   ];
   for (const [term, text] of rows) facts.append(make("dt", {}, term), make("dd", {}, text));
   const found = [make("p", { class: "bin-title" }, binTitle(bin)), facts];
@@ -185,9 +185,9 @@ function confusion(width, out) {
     ],
   });
   plot.setAttribute("aria-label", "Confusion matrix: truth by row, guess by column");
-  const cell = (size - margin - 8) / order.length;
+  const [x, y] = [plot.scale("x"), plot.scale("y")];
   const items = data.map((d) => ({
-    x: margin + d.p * cell, y: 8 + d.t * cell, width: cell, height: cell, row: d.t, column: d.p, datum: d, label: cellTitle(d),
+    x: x.apply(d.p), y: y.apply(d.t), width: x.bandwidth, height: y.bandwidth, row: d.t, column: d.p, datum: d, label: cellTitle(d),
   }));
   const made = spots(plot, items, (d) => out.replaceChildren(...cellWords(d)));
   const mistakes = d3.range(data.length).filter((k) => data[k].t !== data[k].p);
@@ -247,7 +247,7 @@ function logits(width, out) {
   const y = plot.scale("y");
   const items = rows.map((row, k) => ({
     x: margin, width: width - margin - 14, y: y.apply(-k) - step, height: step, datum: row,
-    label: `${k ? "Logit of" : "Logit of the true class"} ${title(row)}: mean ${row.mean.toFixed(1)}, nine in ten between ${row.low.toFixed(1)} and ${row.high.toFixed(1)}`,
+    label: `${k ? "Logit of" : "Logit of the true class"} ${title(row)}: mean ${signed(row.mean)}, nine in ten between ${signed(row.low)} and ${signed(row.high)}`,
   }));
   spots(plot, items, (row, item) => out.replaceChildren(item.label));
   return plot;

@@ -23,6 +23,7 @@ function drawn(tag, attributes, parent) {
 
 const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`;
 const between = (low, high) => `${(100 * low).toFixed(1)}–${(100 * high).toFixed(1)}\u00a0%`;
+const signed = (value) => value.toFixed(1).replace("-", "−");
 const whole = (number) => number.toLocaleString("en-US");
 const short = (name, length) => (name.length > length ? name.slice(0, length - 1) + "…" : name);
 const look = (k) => ({
