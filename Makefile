@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow lint format docs bench readme update clean
+.PHONY: help demo test test-slow test-browser lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,12 @@ test: $(READY)  ## the fast tests, under three minutes
 
 test-slow: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-browser: $(READY)  ## the report page in a real Chromium (installed by apt where one may)
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
+	  { test "$$(id -u)" = 0 && apt-get install -y -qq chromium chromium-driver; } || \
+	  { echo "Install Chromium and chromedriver first (Debian: chromium chromium-driver)."; exit 1; }
+	$(BIN)/python -m pytest -m browser
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .
@@ -42,6 +48,13 @@ bench: $(READY)  ## speed of metrics, methods and augmentation
 
 readme: $(READY)  ## the README's tree, table and picture, made anew
 	$(BIN)/python tools/readme.py
+
+screenshots: $(READY)  ## the report's pictures in the docs, made anew; takes the demo's runs
+	$(BIN)/calmatch demo --quiet
+	$(BIN)/python tools/screenshots.py demo
+
+vendor: $(READY)  ## renew the plotting library that report pages carry, from npm
+	$(BIN)/python tools/vendor.py
 
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)

@@ -21,6 +21,7 @@ LAYERS = [
         "capture",
         "flat",
         "evaluate",
+        "examples",
         "checkpoint",
         "log",
         "results",

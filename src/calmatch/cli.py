@@ -219,8 +219,14 @@ def _report(words: list[str]) -> None:
     if not options.runs:
         raise ValueError("Name at least one run folder: calmatch report RUN ...")
     runs = [results.load(folder) for folder in options.runs]
-    page = build(runs, options.out or options.runs[0] / "report.html")
+    first = options.runs[0]
+    page = build(runs, options.out or (first if len(runs) == 1 else first.parent) / "report.html")
     print(f"Report: {page}")
+    if options.tensorboard:
+        from calmatch.report.events import write
+
+        for run in runs:
+            print(f"Events: {write(run)}")
 
 
 def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:

@@ -70,7 +70,9 @@ class ReportOptions:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path | None = None
-    """The page; by default report.html in the first run folder."""
+    """The page; by default report.html in the run folder, of several runs in the folder above."""
+    tensorboard: bool = False
+    """Also write each run's log as TensorBoard event files, in its folder tensorboard/."""
 
 
 @dataclass
