@@ -17,7 +17,7 @@ LAYERS = [
     {"losses", "metrics", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
     {"trainer", "capture", "evaluate", "checkpoint", "log", "results"},
-    {"recipes", "cli", "options", "api", "demo", "report", "__main__", "__init__"},
+    {"recipes", "bench", "cli", "options", "api", "demo", "report", "__main__", "__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
