@@ -46,5 +46,4 @@ def drawn(name: str, content: Mapping[str, Any]) -> Figure:
     with mpl.rc_context(LOOK):
         figure = Figure(layout="constrained")
         FIGURES[name].draw(figure, content)
-        figure.canvas.draw()  # lay out in this look
         return figure

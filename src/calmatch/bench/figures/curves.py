@@ -85,7 +85,7 @@ def series(group: Group, kind: str, fields: Sequence[str]) -> dict[str, Any]:
 
 def _lines(run: Run, kind: str, fields: Sequence[str]) -> dict[int, dict[str, float]]:
     found = [line for line in run.lines(kind) if all(line.get(f) is not None for f in fields)]
-    every = -(-len(found) // POINTS) if kind == "train" else 1
+    every = max(1, -(-len(found) // POINTS)) if kind == "train" else 1
     kept = {}
     for start in range(0, len(found), every):
         some = found[start : start + every]

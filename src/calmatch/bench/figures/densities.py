@@ -102,10 +102,11 @@ def _draw(axes: Axes, panel: Mapping[str, Any]) -> None:
             axes.fill_between(panel["x"], heights, color="0.5", alpha=0.25, lw=0)
     low, high = panel["range"]
     axes.text(
-        0.02,
-        0.97,
-        f"{low:.1f} to {high:.1f}\nwrong up to {panel['rival']:.1f}",
+        1,
+        1,
+        f"{low:.0f} to {high:.0f}\nwrong ≤ {panel['rival']:.1f}",
         transform=axes.transAxes,
+        ha="right",
         va="top",
         fontsize=6,
     )
@@ -122,14 +123,21 @@ def draw_logits_all(figure: Figure, found: Mapping[str, Any]) -> None:
     """Classes downward, runs across, the same axes everywhere."""
     lines = found["lines"]
     wide, deep = len(lines[0]), len(lines)
-    figure.set_size_inches(max(COLUMN, min(PAGE, 1.9 * wide)), 0.85 * deep + 0.8)
-    grid = figure.subplots(deep, wide, sharex=True, sharey="row", squeeze=False)
+    width, height = max(COLUMN, 1.75 * wide), 0.85 * deep + 0.8
+    figure.set_size_inches(width, height)
+    figure.set_layout_engine("none")  # so many panels would take it half a minute
+    edges = {"left": 0.55 / width, "right": 1 - 0.1 / width}
+    edges |= {"bottom": 0.4 / height, "top": 1 - 0.25 / height, "hspace": 0.35, "wspace": 0.1}
+    grid = figure.subplots(
+        deep, wide, sharex=True, sharey="row", squeeze=False, gridspec_kw=edges
+    )
     for level, line in enumerate(lines):
         for place, panel in enumerate(line):
             axes = grid[level, place]
             _draw(axes, panel)
             if level == 0:
                 axes.set_title(panel["title"], fontsize=7)
+            axes.tick_params(labelleft=False, left=False)
             if level == deep - 1:
                 axes.set_xlabel("logit (centred)")
         grid[level, 0].set_ylabel(f"class {line[0]['names'][str(line[0]['target'])]}", fontsize=7)

@@ -66,7 +66,7 @@ def draw_ranks(figure: Figure, found: Mapping[str, Any]) -> None:
             label=name,
         )
     axes.set_yticks(range(len(order)), order)
-    axes.set_xlabel(f"mean rank over {found['kind']} (1 best)")
+    axes.set_xlabel(f"mean rank, 1 best\n({found['kind']})")
     axes.set_xlim(0.8, len(order) + 0.2)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
 
@@ -179,6 +179,10 @@ def draw_radar(figure: Figure, found: Mapping[str, Any]) -> None:
         names = [row.partition(" + ")[2] or row for row in plot["rows"]]
         numbers = zip(names, plot["accuracy"], plot["ece"], strict=True)
         axes.set_xticks(angles, [f"{n}\n{a:.1f} | {e:.1f}" for n, a, e in numbers], fontsize=6)
+        for label, angle in zip(axes.get_xticklabels(), angles, strict=True):
+            side = round(math.cos(angle), 6)
+            label.set_ha("left" if side > 0 else "right" if side < 0 else "center")
+        axes.tick_params(axis="x", pad=-2)
         axes.set_ylim(0, 100)
         axes.set_yticks([25, 50, 75], [])
         axes.spines["polar"].set_color("0.7")

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of two, and both
 # Okabe and Ito's palette, darkest first; yellow is too light for lines on white
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
-DASHES: Sequence[Any] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-MARKERS = "osD^vPX*<>"
+DASHES: Sequence[Any] = ("--", "-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 LOOK: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -58,10 +57,8 @@ class Looks:
         for place, method in enumerate(methods):
             for number, row in enumerate(several[method]):
                 colour = PALETTE[(number if single else place) % len(PALETTE)]
-                dash = DASHES[number % len(DASHES)]
-                plain = len(several[method]) == 1
-                if not single and not plain:
-                    dash = DASHES[(1, 0, *range(2, 5))[number % 5]]  # dashed first: the baseline
+                # the plain method is dashed, unless it stands alone
+                dash = "-" if len(several[method]) == 1 else DASHES[number % len(DASHES)]
                 self.of[row] = {"color": colour, "linestyle": dash}
 
     def __getitem__(self, row: str) -> dict[str, Any]:
