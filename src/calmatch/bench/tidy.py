@@ -7,9 +7,9 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from calmatch.bench import published, stats, tables
+from calmatch.bench import comparisons, published, stats
 from calmatch.bench.groups import Found, Group
-from calmatch.bench.tables import QUANTITIES
+from calmatch.bench.measures import QUANTITIES, leaky, values
 
 FIELDS = (
     "row",
@@ -50,11 +50,11 @@ def _numbers(
     quantity = QUANTITIES[metric]
     first = {"row": group.row, "column": group.column, "metric": metric}
     first["unit"] = "nats" if quantity.scale == 1 else "%"
-    own = tables.values(group, metric)
+    own = values(group, metric)
     for (seed, split_seed), value in own.items():
         yield {**first, "kind": "run", "seed": seed, "split_seed": split_seed, "value": _(value)}
     for (seed, split_seed), run in group.runs.items():
-        best = tables.leaky(run)
+        best = leaky(run)
         if best and metric in best:
             line = {**first, "kind": "best on test (leaky)", "step": best["step"]}
             line |= {"seed": seed, "split_seed": split_seed}
@@ -69,7 +69,7 @@ def _numbers(
     base = found.base(group)
     shared = [seeds for seeds in own if base and seeds in base.runs]
     if base and shared:
-        other = tables.values(base, metric)
+        other = values(base, metric)
         test = stats.paired([own[seeds] - other[seeds] for seeds in shared])
         line = {**first, "kind": f"paired minus {base.row}", "runs": test.number}
         line |= {"value": _(test.value), "low": _(test.low), "high": _(test.high), "p": test.p}
@@ -77,11 +77,11 @@ def _numbers(
 
 
 def _ranks(found: Found) -> Iterator[dict[str, Any]]:
-    blocks = tables.scores(found)
+    blocks = comparisons.scores(found)
     if blocks is None:
         return
     scores, kind = blocks
-    for name, metrics in tables.RANKED.items():
+    for name, metrics in comparisons.RANKED.items():
         test = stats.friedman({r: [s for m in metrics for s in by[m]] for r, by in scores.items()})
         for row, rank in test.rank.items():
             line = {"row": row, "column": kind, "kind": "mean rank", "metric": name}

@@ -128,9 +128,7 @@ def draw_logits_all(figure: Figure, found: Mapping[str, Any]) -> None:
     figure.set_layout_engine("none")  # so many panels would take it half a minute
     edges = {"left": 0.55 / width, "right": 1 - 0.1 / width}
     edges |= {"bottom": 0.4 / height, "top": 1 - 0.25 / height, "hspace": 0.35, "wspace": 0.1}
-    grid = figure.subplots(
-        deep, wide, sharex=True, sharey="row", squeeze=False, gridspec_kw=edges
-    )
+    grid = figure.subplots(deep, wide, sharex=True, sharey="row", squeeze=False, gridspec_kw=edges)
     for level, line in enumerate(lines):
         for place, panel in enumerate(line):
             axes = grid[level, place]

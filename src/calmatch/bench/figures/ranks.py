@@ -9,14 +9,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from calmatch.bench import published, stats, tables
+from calmatch.bench import comparisons, measures, published, stats
 from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE
 from calmatch.bench.groups import Found
 
 
 def prepare_ranks(found: Found) -> dict[str, Any]:
     """Friedman ranks for error, ECE and both."""
-    blocks = tables.scores(found)
+    blocks = comparisons.scores(found)
     if blocks is None:
         raise ValueError("Ranks need two rows at least that are there in every column.")
     return _ranked(*blocks)
@@ -36,7 +36,7 @@ def published_ranks() -> dict[str, Any]:
 
 def _ranked(scores: Mapping[str, Mapping[str, Sequence[float]]], kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"kind": kind, "tests": {}}
-    for name, metrics in tables.RANKED.items():
+    for name, metrics in comparisons.RANKED.items():
         test = stats.friedman({r: [s for m in metrics for s in by[m]] for r, by in scores.items()})
         cliques = stats.cliques(test.rank, test.distance)
         found["tests"][name] = {**test._asdict(), "cliques": [list(c) for c in cliques]}
@@ -125,7 +125,7 @@ def prepare_radar(found: Found) -> dict[str, Any]:
         groups = [group for group in found.groups if group.column == column]
         values = {
             group.row: [
-                stats.mean(list(tables.values(group, metric).values())).value
+                stats.mean(list(measures.values(group, metric).values())).value
                 for metric in ("error", "ece")
             ]
             for group in groups
@@ -165,7 +165,7 @@ def draw_radar(figure: Figure, found: Mapping[str, Any]) -> None:
     plots = found["plots"]
     wide = min(3, len(plots))
     deep = -(-len(plots) // wide)
-    figure.set_size_inches(max(COLUMN, PAGE * wide / 3), 2.35 * deep + 0.3)
+    figure.set_size_inches(max(COLUMN, PAGE * wide / 3), 2.0 * deep + 0.3)
     for place, plot in enumerate(plots):
         axes: Any = figure.add_subplot(deep, wide, place + 1, projection="polar")
         angles = [2 * math.pi * k / len(plot["rows"]) for k in range(len(plot["rows"]))]
