@@ -33,6 +33,10 @@ def combination(cell):
     return found.method, found.unlabelled_loss, found.penalty, family(found.net), found.dataset
 
 
+def loss_kind(found):
+    return re.sub(r"[\d.]+", "", found.unlabelled_loss + found.penalty)
+
+
 def standin(name, size=8, **settings):
     """Noise with the class counts of the real dataset and few pixels."""
     counts = SIZES.get(name, [500] * (100 if name.startswith("cifar100") else 10))
@@ -97,14 +101,15 @@ def three_steps(cell):
 
 
 COMBINATIONS = {combination(cell): cell for cell in ALL}
-FAST = {  # a cell of every method, of every loss and penalty, and of every network
-    **{("method", cell.config.method.split("(")[0]): cell for cell in ALL},
+KINDS = {  # a cell of every method, of every loss and penalty, and of every network
+    **{("method", cell.config.method.split("(")[0]): cell for cell in ALL[::-1]},
     **{
-        ("loss", re.sub(r"[\d.]+", "", c.config.unlabelled_loss + c.config.penalty)): c for c in ALL
+        ("loss", re.sub(r"[\d.]+", "", c.config.unlabelled_loss + c.config.penalty)): c
+        for c in ALL[::-1]
     },
-    **{("net", family(cell.config.net), cell.config.dataset): cell for cell in ALL},
+    **{("net", family(cell.config.net), cell.config.dataset): cell for cell in ALL[::-1]},
 }
-FAST = list({combination(cell): cell for cell in FAST.values()}.values())
+FAST = list({combination(cell): cell for cell in KINDS.values()}.values())
 
 
 @pytest.mark.parametrize("cell", FAST, ids=lambda cell: str(cell.folder))

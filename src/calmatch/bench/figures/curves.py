@@ -164,7 +164,7 @@ def _draw(axes: Axes, curves: Sequence[Mapping[str, Any]], field: str, scale: fl
 
 def prepare_entropy(found: Found | None = None) -> dict[str, Any]:
     """Shannon and min-entropy with their slopes; with runs, who agrees (Observation 2)."""
-    p = np.linspace(0.001, 0.999, 999)
+    p = np.linspace(0.001, 0.999, 1000)  # 0.5, where the min-entropy has no slope, lies between
     q = np.maximum(p, 1 - p)
     shannon = -p * np.log(p) - (1 - p) * np.log(1 - p)
     return {
@@ -172,7 +172,7 @@ def prepare_entropy(found: Found | None = None) -> dict[str, Any]:
         "shannon": shannon.tolist(),
         "min": (-np.log(q)).tolist(),
         "shannon_slope": np.log((1 - p) / p).tolist(),
-        "min_slope": np.where(p < 0.5, 1 / q, np.where(p > 0.5, -1 / q, np.nan)).tolist(),
+        "min_slope": (np.sign(0.5 - p) / q).tolist(),
         "agreement": prepare_agreement(found) if found else None,
     }
 
@@ -182,10 +182,13 @@ def draw_entropy(figure: Figure, found: Mapping[str, Any]) -> None:
     panels = 3 if found["agreement"] else 2
     figure.set_size_inches(PAGE if panels == 3 else 4.7, 2.6 if panels == 3 else 2.1)
     axes = figure.subplots(1, panels)
+    half = len(found["p"]) // 2  # drawn apart: the min-entropy's slope jumps in the middle
     for place, (ending, label) in enumerate((("", "nats"), ("_slope", "slope, nats"))):
         for name, colour, dash in (("shannon", PALETTE[0], "-"), ("min", PALETTE[1], "--")):
             title = "Shannon entropy" if name == "shannon" else "min-entropy"
-            axes[place].plot(found["p"], found[name + ending], color=colour, ls=dash, label=title)
+            x, y = found["p"], found[name + ending]
+            axes[place].plot(x[:half], y[:half], color=colour, ls=dash, label=title)
+            axes[place].plot(x[half:], y[half:], color=colour, ls=dash)
         axes[place].set(xlabel="p of (p, 1 − p)", ylabel=label, xlim=(0, 1))
     axes[0].legend(loc="lower center")
     axes[1].set_ylim(-4, 4)
