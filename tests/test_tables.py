@@ -226,10 +226,10 @@ def test_a_thousand_runs_take_seconds(tmp_path):
         fabricated.run(tmp_path / cell.folder, cell.config, error=0.1 + 0.001 * (number % 7))
     for number in range(1000 - len(fine)):
         fabricated.run(tmp_path / "own" / str(number), Config(seed=number))
-    start = time.monotonic()
+    start = time.process_time()  # others may use this machine too
     found = groups.gather([tmp_path])
     made = render.markdown(tables.build(found, compare=True))
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 5
     assert sum(len(group.runs) for group in found.groups) == 1000
     assert "freematch + margin" in made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,6 +55,7 @@ class Found(NamedTuple):
         return next((other for other in self.groups if key(other.config) == bare), None)
 
 
+@functools.cache
 def key(config: Config) -> str:
     """What a run is, apart from its seeds."""
     return json.dumps([item for item in config.dump().items() if item[0] not in ASIDE])
