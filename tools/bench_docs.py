@@ -1,7 +1,7 @@
 """Regenerates what docs/bench.md shows: the list of suites, the digits suite's tables, figures.
 
-`python tools/bench_docs.py [FOLDER]` trains the digits suite into FOLDER (`bench/digits`) as far as it
-is not there, then rewrites the page; `--suites` rewrites the list alone.
+`python tools/bench_docs.py [FOLDER]` trains the digits suite into FOLDER (`bench/digits`) where
+it is not there yet, then rewrites the page; `--suites` rewrites the list alone.
 """
 
 from __future__ import annotations
