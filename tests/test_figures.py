@@ -178,6 +178,19 @@ def test_ranks_of_the_published_numbers_reach_the_figure():
     assert all(plot["rim"] > max(plot["ece"]) for plot in ranks.published_radar()["plots"])
 
 
+def test_with_several_columns_most_figures_are_one_for_each(found):
+    other = [group._replace(column="other") for group in found.groups]
+    both = found._replace(groups=[*found.groups, *other])
+    made = {stem: part for _, stem, part in figures.each(both)}
+    assert made["penalty_other"].columns == ["other"]
+    assert made["ranks"].columns == ["digits_40", "other"]
+    assert [stem for _, stem, _ in figures.each(found)] == list(figures.FIGURES)
+    with pytest.raises(ValueError, match="Did you mean 'other'"):
+        both.only("othr")
+    with pytest.raises(ValueError, match="choose runs with --column"):
+        densities.prepare_logits_all(both._replace(groups=both.groups * 5))
+
+
 def test_the_command_draws_lists_and_refuses(folder, tmp_path, capsys):
     out = tmp_path / "new" / "figure.pdf"
     made = calmatch("figure", "penalty", folder, "-o", out)

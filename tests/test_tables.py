@@ -148,13 +148,23 @@ def test_without_a_plain_run_nothing_is_compared(make):
 
 def test_published_numbers_stand_beside_ours_with_their_doubts(make):
     folder = make(columns=("cifar100_400", "eurosat_40"))
-    table = comparisons.beside(groups.gather([folder]), "")
-    found = {tuple(row[:3]): row[4:] for row in text(table)}
-    _, theirs, gap = found["fixmatch", "cifar100_400", "error"]
-    assert theirs.startswith("19.42 ± 1.56 [")
-    assert gap == "-8.42"
-    place = re.search(r"\[(\d+)\]", theirs)[0]
-    assert any(note.startswith(place) and "19.73" in note for note in table.notes)
+    error, ece = comparisons.beside(groups.gather([folder]), "")
+    ours, best, theirs = (dict(zip(error.heads, row, strict=True)) for row in text(error)[:3])
+    assert ours["cifar100_400"] == "11.00 ± 1.00"
+    assert best["cifar100_400"] == "8.00 ± 0.00"
+    assert theirs["eurosat_40"] == "6.64 ± 5.03"
+    assert theirs["cifar100_400"].startswith("19.42 ± 1.56 [")
+    place = re.search(r"\[(\d+)\]", theirs["cifar100_400"])[0]
+    assert any(note.startswith(place) and "19.73" in note for note in error.notes)
+    assert ece.title.startswith("ECE")
+
+
+def test_cells_that_nobody_published_are_said(tmp_path):
+    fabricated.run(tmp_path / "a", Config())
+    (table,) = comparisons.beside(groups.gather([tmp_path]), "")
+    assert not table.rows
+    assert render.markdown([table])
+    assert "None" in table.notes[0]
 
 
 def nasty(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calmatch import results
+from calmatch import results, spec
 from calmatch.bench.suites import SUITES, cells
 from calmatch.config import Config
 from calmatch.results import Run
@@ -45,6 +45,12 @@ class Found(NamedTuple):
 
     def at(self, row: str, column: str) -> Group | None:
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
+
+    def only(self, column: str) -> Found:
+        """One column alone."""
+        if column not in self.columns:
+            raise ValueError(f"There is no column {column!r}.{spec.nearest(column, self.columns)}")
+        return self._replace(groups=[group for group in self.groups if group.column == column])
 
     def base(self, group: Group) -> Group | None:
         """The same method without penalty and with its own loss, in the same column."""

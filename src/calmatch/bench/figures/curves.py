@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE, Looks, below
+from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE, Looks, below, check_panels
 from calmatch.bench.groups import Found, Group
 from calmatch.report import charts
 from calmatch.results import Run
@@ -19,6 +19,7 @@ POINTS = 100  # a curve shows at most so many
 
 def prepare_reliability(found: Found) -> dict[str, Any]:
     """Reliability plots; methods above, the same with penalty below (Observation 1, supplement)."""
+    check_panels(len(found.groups))
     panels = []
     for group in found.groups:
         seeds, run = next(iter(group.runs.items()))
