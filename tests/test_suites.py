@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,6 +238,13 @@ def test_other_seeds_can_be_asked_for():
 def test_an_unknown_suite_gets_the_nearest_name():
     with pytest.raises(ValueError, match="Did you mean 'digits'"):
         suites.cells("digit")
+
+
+def test_the_docs_list_every_suite():
+    page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
+    for name, suite in suites.SUITES.items():
+        said = suite.__doc__.splitlines()[0]
+        assert f"| `{name}` | {said} | {len(suites.cells(name))} |" in page
 
 
 def test_every_suite_says_what_it_is_in_a_line():

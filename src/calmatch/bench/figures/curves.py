@@ -59,7 +59,7 @@ def draw_reliability(figure: Figure, found: Mapping[str, Any]) -> None:
         deep += max(used.values())
     wide = max(wide, 1 + max(place for _, place, _ in rows))
     each = min(1.75, max(1.3, PAGE / wide))
-    figure.set_size_inches(max(COLUMN, each * wide), (each + 0.35) * deep)
+    figure.set_size_inches(max(COLUMN, each * wide), (each + 0.2) * deep)
     for level, place, panel in rows:
         axes = figure.add_subplot(deep, wide, level * wide + place + 1)
         charts.draw_reliability(axes, panel, panel["title"])
