@@ -38,6 +38,7 @@ LAYERS = [
         "cluster",
         "export",
         "demo",
+        "bench",
         "report",
         "__main__",
         "__init__",
