@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow lint format docs bench readme update clean
+.PHONY: help demo test test-slow test-ray lint format docs bench readme update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,6 +22,10 @@ test: $(READY)  ## the fast tests, under three minutes
 
 test-slow: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .

@@ -167,6 +167,20 @@ def _evaluate(words: list[str]) -> None:
         print("Leaky: these weights were chosen on the test set, as the paper and USB do.")
 
 
+def _bench(words: list[str]) -> None:
+    """A suite of runs, with its table and figures; on one machine or a cluster."""
+    if not words:
+        _listing("suites", "calmatch.bench.suites", "SUITES")(words)
+        return
+    from calmatch.options import BenchOptions
+
+    options = _parse(BenchOptions, words, "bench")
+    _use_root(options.data_root)
+    from calmatch.bench.run import run
+
+    run(options)
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -200,6 +214,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,
+    "bench": _bench,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),
