@@ -9,6 +9,7 @@ back: its process dies with its worker, and what it might still send is refused.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import tempfile
@@ -121,11 +122,7 @@ class Order(NamedTuple):
 
 def work(desk: Any, order: Order) -> int:
     """On a node: one attempt at a run in a folder of its own; the exit code."""
-    import platform
-
-    import ray
-
-    files = ray.get(desk.open.remote(order.run, order.attempt, platform.node()))
+    files = _answer(desk.open.remote(order.run, order.attempt, platform.node()))
     if files is None:
         return STOPPED
     with tempfile.TemporaryDirectory(prefix="calmatch-") as name:
@@ -141,11 +138,14 @@ def work(desk: Any, order: Order) -> int:
             process.wait()
 
 
+def _answer(ref: Any) -> Any:
+    """What the desk says. Not ray.get: while a task waits in it, Ray gives its core to another."""
+    return ref.future().result()
+
+
 def _attend(
     process: subprocess.Popen[bytes], desk: Any, order: Order, folder: Path, marks: Marks
 ) -> int:
-    import ray
-
     began = sent = time.monotonic()
     while True:
         code = process.poll()
@@ -156,7 +156,7 @@ def _attend(
             sent = time.monotonic()
             files, marks = changed(folder, marks)
         step = jobs.reached(folder)
-        stop = ray.get(desk.report.remote(order.run, order.attempt, step, files, list(marks)))
+        stop = _answer(desk.report.remote(order.run, order.attempt, step, files, list(marks)))
         if code is not None:
             return code
         if stop:

@@ -49,10 +49,12 @@ def choose(options: BenchOptions) -> list[Cell]:
     found: dict[Path, Cell] = {}
     for cell in cells(options.suite, options.seeds or None):
         if options.only.lower() in f"{cell.row} {cell.column} {cell.folder}".lower():
-            changed = scaled(cell.config, options.steps) if options.steps else cell.config
+            config = cell.config
+            if options.steps is not None:
+                config = scaled(config, options.steps)
             if options.protocol:
-                changed = changed.replace(protocol=options.protocol)
-            found.setdefault(cell.folder, cell._replace(config=changed))
+                config = config.replace(protocol=options.protocol)
+            found.setdefault(cell.folder, cell._replace(config=config))
     if not found:
         raise ValueError(f"No run of {options.suite} has {options.only!r} in its name.")
     return list(found.values())
