@@ -195,6 +195,32 @@ def _report(words: list[str]) -> None:
     print(f"Report: {page}")
 
 
+def _table(words: list[str]) -> None:
+    """Error / ECE tables of run folders, ranks and paired tests: calmatch table RUNS ..."""
+    from calmatch.options import TableOptions
+
+    options = _parse(TableOptions, words, "table")
+    from calmatch.bench.command import table
+
+    table(options)
+
+
+def _figure(words: list[str]) -> None:
+    """A figure of the paper: calmatch figure NAME RUNS ..."""
+    from calmatch.bench.command import figure
+
+    if not words or words[0] in ("-h", "--help"):
+        from calmatch.bench.figures import FIGURES
+
+        print("usage: calmatch figure NAME [RUNS ...] [-o FILE.svg|.pdf|.png]\n")
+        print("\n".join(f"  {name:<12} {item.line}" for name, item in FIGURES.items()))
+        print("\ncalmatch figure NAME --help says more.")
+        return
+    from calmatch.options import FigureOptions
+
+    figure(words[0], _parse(FigureOptions, words[1:], f"figure {words[0]}"))
+
+
 def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
     def show(words: list[str]) -> None:
         if words and words[0] not in ("-h", "--help"):
@@ -215,6 +241,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "evaluate": _evaluate,
     "report": _report,
     "bench": _bench,
+    "table": _table,
+    "figure": _figure,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),

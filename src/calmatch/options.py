@@ -100,3 +100,33 @@ class BenchOptions:
     """Which weights count in every run; paper: the best on the TEST set. Leaky."""
     quiet: bool = False
     """No live table and no lines but the summary."""
+
+
+@dataclass
+class TableOptions:
+    """Tables of run folders: means over seeds, both protocols, ranks, paired differences."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    to: Literal["md", "latex", "csv", "html"] | None = None
+    """The format; by default what the file's name ends in, else Markdown."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """A file instead of the console."""
+    suite: str | None = None
+    """Only the cells of this suite, in its order."""
+    published: bool = False
+    """The paper's numbers beside ours, doubtful ones marked with the reason."""
+
+
+@dataclass
+class FigureOptions:
+    """A figure of the paper from run folders."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """An .svg, .pdf or .png; by default NAME.svg here."""
+    suite: str | None = None
+    """Only the cells of this suite, in its order."""
+    target: int = 5
+    """The class whose logits are shown (figure logits)."""
+    published: bool = False
+    """Draw the paper's own numbers (figures ranks, critical and radar); needs no runs."""

@@ -40,7 +40,7 @@ def run(options: BenchOptions) -> None:
         return
     board = execute(options, todo)
     print(_counted(board))
-    finish(options.suite, chosen, options.out)
+    sum_up(options, todo)
     failures(board)
 
 
@@ -156,5 +156,14 @@ def failures(board: Board) -> None:
         )
 
 
-def finish(suite: str, chosen: Sequence[Cell], out: Path) -> None:
-    """The suite's table and figures, from the runs that are there."""
+def sum_up(options: BenchOptions, todo: Sequence[Job]) -> None:
+    """The suite's tables and figures, from the runs that are finished."""
+    done = [job.folder for job in todo if jobs.state(job) == "finished"]
+    if not done:
+        return
+    from calmatch.bench.writeup import write_all  # draws; not needed before
+
+    changed = options.steps is not None or options.protocol is not None
+    name = None if changed else options.suite
+    for line in write_all(done, options.out / options.suite, name):
+        print(line)
