@@ -85,8 +85,9 @@ def test_states_tell_finished_half_done_and_new_apart_and_refuse_another_config(
     assert jobs.saved(job.folder) == 20
     with checkpoint.lock(job.folder):
         assert jobs.state(job) == "running"
-    with pytest.raises(ValueError, match="holds a run with steps=30"):
-        jobs.state(job._replace(config=tiny(steps=40)))
+    for look in (jobs.state, jobs.command):
+        with pytest.raises(ValueError, match="holds a run with steps=30"):
+            look(job._replace(config=tiny(steps=40)))
     assert jobs.state(job._replace(config=tiny(steps=30, workers=7))) == "half done"
 
 

@@ -73,6 +73,7 @@ def held(folder: Path) -> bool:
 
 def command(job: Job) -> list[str]:
     """What runs it. Its config was made by our code, not found in a file, so it is trusted."""
+    results.finished(job.folder, job.config)  # another run's config is not overwritten
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / "config.json"
     wanted = job.config.dump()
