@@ -17,6 +17,7 @@ from calmatch.bench import job as jobs
 from calmatch.bench.job import Job
 from calmatch.log import console
 
+LAST = 5  # runs that were finished last, shown on a terminal
 OPEN = ("waiting", "held", "running")
 
 
@@ -43,6 +44,7 @@ class Board:
             item.step = item.first
         self.began = time.monotonic()
         self.drawn = 0.0
+        self.done: list[Item] = []
         live = console.is_terminal and not quiet
         self.live = Live(console=console, auto_refresh=False) if live else None
 
@@ -64,10 +66,14 @@ class Board:
             item.began = time.monotonic()
             item.step = jobs.saved(job.folder)
             self._say(item, f"continues at step {item.step:,}" if item.step else "")
-        elif state in ("finished", "kept"):
+        elif state == "finished":
             item.step = job.config.steps
-            took = "" if state == "kept" else f" in {clock(time.monotonic() - item.began)}"
-            self._say(item, f"{state}{took}{_values(job)}{self._left()}")
+            item.note = f"{clock(time.monotonic() - item.began)}, {_values(job)}"
+            self.done.append(item)
+            self._say(item, f"finished in {item.note}{self._left()}")
+        elif state == "kept":
+            item.step = job.config.steps
+            self._say(item, "kept: another process finished it" if before == "held" else "")
         elif state != before:
             self._say(item, f"{state} {note}".strip())
 
@@ -98,7 +104,7 @@ class Board:
             console.print(line, markup=False, soft_wrap=True)
 
     def table(self) -> Group:
-        """Running and failed runs, under a line that counts all of them."""
+        """Running runs, the last that ended and all that failed, under a line that counts all."""
         counts = self.counts()
         words = [f"{counts[state]} {state}" for state in _order(counts)]
         head = f"{self.title}: {len(self.items)} runs, {', '.join(words)}{self._left()}"
@@ -108,10 +114,12 @@ class Board:
                 step = f"{item.step:,} / {item.job.config.steps:,}"
                 spent = clock(time.monotonic() - item.began)
                 table.add_row(item.job.name, item.where, step, spent)
-        for item in self.items.values():
-            if item.state == "failed":
-                table.add_row(Text(item.job.name, style="red"), "failed", item.note, "")
-        return Group(Text(head, style="bold"), table)
+        ended = [(item, "dim", "done") for item in self.done[-LAST:]]
+        ended += [(i, "red", "failed") for i in self.items.values() if i.state == "failed"]
+        lines = [
+            Text(f"{i.job.name}  {word}  {i.note}", style, no_wrap=True) for i, style, word in ended
+        ]
+        return Group(Text(head, style="bold"), table, *lines)
 
 
 def _order(counts: Counter[str]) -> list[str]:
@@ -122,7 +130,7 @@ def _order(counts: Counter[str]) -> list[str]:
 def _values(job: Job) -> str:
     metrics = results.load(job.folder).result["metrics"]
     error, ece = (100 * metrics[key]["value"] for key in ("error", "ece"))
-    return f", error {error:.1f} %, ECE {ece:.1f} %"
+    return f"error {error:.1f} %, ECE {ece:.1f} %"
 
 
 def clock(seconds: float) -> str:

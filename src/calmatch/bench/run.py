@@ -38,6 +38,8 @@ def run(options: BenchOptions) -> None:
     if options.dry_run:
         preview(options, chosen, todo, states)
         return
+    if done := states.count("finished"):
+        tell(f"{done} of {len(todo)} runs are finished already.", options.quiet)
     board = execute(options, todo)
     print(_counted(board))
     sum_up(options, todo)
@@ -149,7 +151,8 @@ def failures(board: Board) -> None:
         for line in jobs.last_lines(item.job.folder):
             tell(f"  {line}")
     if failed:
-        names = ", ".join(str(item.job.folder) for item in failed)
+        names = ", ".join(str(item.job.folder) for item in failed[:SHOWN])
+        names += f" and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
         raise Failed(
             f"{len(failed)} of {len(board.items)} runs failed: {names}. "
             f"Their whole logs are in run.log there; the same command tries them again."
