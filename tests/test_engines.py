@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from calmatch import checkpoint, cli, load_run
-from calmatch.bench import engines, pace, ray_engine, run, suites
+from calmatch.bench import engines, pace, ray_node, run, suites
 from calmatch.bench import job as jobs
 from calmatch.bench.board import Board
 from calmatch.bench.engines import Slot
@@ -195,7 +195,7 @@ def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
 
 
 def test_only_the_newest_attempt_may_write_and_the_result_comes_last(tmp_path, monkeypatch):
-    desk = ray_engine.Desk([str(tmp_path / "run")])
+    desk = ray_node.Desk([str(tmp_path / "run")])
     desk.expect(0, 1)
     assert desk.open(0, 1, "a") == {}
     files = {"result.json": b"{}", "checkpoint/000000001.safetensors": b"1", "metrics.jsonl": b"x"}
@@ -224,11 +224,11 @@ def test_a_node_sends_only_what_changed_and_nothing_hidden(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     for name in ("metrics.jsonl", "checkpoint/1.safetensors", ".lock"):
         (tmp_path / name).write_text(name)
-    files, marks = ray_engine.changed(tmp_path, {})
+    files, marks = ray_node.changed(tmp_path, {})
     assert list(files) == ["checkpoint/1.safetensors", "metrics.jsonl"]  # the log after it
-    assert ray_engine.changed(tmp_path, marks)[0] == {}
+    assert ray_node.changed(tmp_path, marks)[0] == {}
     (tmp_path / "metrics.jsonl").write_text("more")
-    assert ray_engine.changed(tmp_path, marks)[0] == {"metrics.jsonl": b"more"}
+    assert ray_node.changed(tmp_path, marks)[0] == {"metrics.jsonl": b"more"}
 
 
 # The command as a person uses it
