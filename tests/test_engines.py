@@ -316,7 +316,7 @@ def test_an_array_job_runs_one_cell_with_its_own_exit_code(tmp_path):
 @pytest.mark.slow
 def test_the_failed_runs_are_named_and_the_exit_code_is_1(tmp_path):
     folder = tmp_path / "digits_40" / "supervised" / "seed1"
-    (folder / "split.json").mkdir(parents=True)  # in the way
+    (folder / "predictions.npz").mkdir(parents=True)  # in the way
     found = calmatch(*SUITE, "--out", tmp_path, "--steps", "20")
     assert found.returncode == 1
     assert "calmatch: 1 of 2 runs failed" in found.stderr
