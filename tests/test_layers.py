@@ -16,7 +16,7 @@ LAYERS = [
     {"core", "ops", "parallel", "spec"},
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
-    {"trainer", "capture", "evaluate", "checkpoint", "log", "results"},
+    {"trainer", "capture", "flat", "evaluate", "checkpoint", "log", "results"},
     {"recipes", "bench", "cli", "options", "api", "demo", "report", "__main__", "__init__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

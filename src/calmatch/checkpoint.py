@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -53,16 +54,51 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> Path:
+class Writer:
+    """Writes checkpoints while training goes on: `save` copies the tensors and returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pool = ThreadPoolExecutor(max_workers=1)
+        self.pending: Future[None] | None = None
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint; an error of the one before is raised here."""
+        self.wait()
+        self.pending = self.pool.submit(save, self.folder, step, copied(tensors), note)
+
+    def wait(self) -> None:
+        """Until what was begun is on disk."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.wait()
+        finally:
+            self.pool.shutdown()
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host that later steps do not change."""
+    return {
+        k: t.detach().contiguous().clone() if t.device.type == "cpu" else t.detach().cpu()
+        for k, t in tensors.items()
+    }
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
     """Write a checkpoint under its final name, then drop all but the newest two."""
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     header = {"note": json.dumps({**note, "step": step}), "digest": digest(held)}
-    path = folder / f"{step:09d}.safetensors"
-    write(path, safetensors.torch.save(held, header))
+    write(folder / f"{step:09d}.safetensors", safetensors.torch.save(held, header))
     for old in sorted(folder.glob("*.safetensors"))[:-KEEP]:
         old.unlink(missing_ok=True)
-    return path
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -35,9 +35,9 @@ def predict(
     found = []
     for some in pictures.batches(batch):
         images = normalise(some, mean, std)
-        found.append(method.predict(net, images).float().cpu())
+        found.append(method.predict(net, images).float())
     net.train(training)
-    return torch.cat(found)
+    return torch.cat(found).cpu()
 
 
 def measure(log_probs: Tensor, labels: Tensor, resamples: int = 0) -> dict[str, metrics.Interval]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -28,10 +29,10 @@ class Sums:
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add in place, so that a captured step keeps adding to the same memory."""
         for name, value in values.items():
-            if name in self.totals:
-                self.totals[name] += value.detach()
-            else:
-                self.totals[name] = value.detach().clone()
+            if name not in self.totals:
+                self.totals[name] = torch.zeros_like(value, requires_grad=False)
+        pairs = [(self.totals[name], value.detach()) for name, value in values.items()]
+        torch._foreach_add_([total for total, _ in pairs], [value for _, value in pairs])
 
     def read(self) -> dict[str, Any]:
         """Means since the last reading, with counts turned into shares; starts anew."""

@@ -6,6 +6,13 @@ import torch
 from torch import Generator, Tensor
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without waiting for what the device does now."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def ids(target: Tensor) -> Tensor:
     """Class ids [n] of a target that is class ids or probabilities [n, C]."""
     return target if target.ndim == 1 else target.argmax(-1)

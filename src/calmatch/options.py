@@ -126,6 +126,8 @@ class FigureOptions:
     """An .svg, .pdf or .png; by default NAME.svg here."""
     suite: str | None = None
     """Only the cells of this suite, in its order."""
+    column: str | None = None
+    """Only this column (`eurosat_40`); most figures are made for one."""
     target: int = 5
     """The class whose logits are shown (figure logits)."""
     published: bool = False

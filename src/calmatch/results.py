@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from calmatch import checkpoint, evaluate, log, metrics, parallel
 from calmatch.config import Config
-from calmatch.setup import Parts
+
+if TYPE_CHECKING:
+    from calmatch.setup import Parts  # brings networks and datasets, seconds that readers spare
 
 FREE = (
     "device",

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from calmatch import augment, data, losses, methods, nets, parallel, spec
 from calmatch.config import Config, selection
-from calmatch.core import Loss, Method, Task
+from calmatch.core import Loss, Method, Objective, Task
 from calmatch.data.batches import Batches, stream_seed
 from calmatch.data.resident import Source, source
 from calmatch.data.split import Split, split
@@ -45,6 +45,12 @@ class Parts:
     def judged(self) -> nets.Net:
         """The network whose predictions count."""
         return self.ema if self.momentum else self.net
+
+    def objective(self, net: nn.Module) -> Objective:
+        """What a step minimises, computed by `net`: the run's own, or a working copy of it."""
+        truth = self.truth if bool((self.truth >= 0).any()) else None
+        ema = self.ema if self.momentum else None
+        return Objective(net, self.method, self.labelled_loss, self.unlabelled_loss, ema, truth)
 
 
 def prepare(config: Config) -> Parts:

@@ -20,7 +20,7 @@ from calmatch import checkpoint, log, optim, parallel, results
 from calmatch import config as configs
 from calmatch.capture import Captured
 from calmatch.config import Config
-from calmatch.core import Batch, Objective
+from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
 from calmatch.setup import Parts, pick_device, prepare
 
@@ -59,12 +59,12 @@ class Training:
 
     def learn(self, batch: Batch) -> None:
         """What a step does on the device: nothing in it depends on the host."""
-        config, parts = self.config, self.parts
+        parts = self.parts
         values, state = self.objective(batch)
         values["loss"].backward()
         parts.method.commit(state)
-        if config.clip:
-            nn.utils.clip_grad_norm_(parts.net.parameters(), config.clip)
+        if self.config.clip:
+            nn.utils.clip_grad_norm_(parts.net.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if parts.momentum:
@@ -143,7 +143,11 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
         log.tell(line, quiet)
     title = parts.title
     advance = _engine(run, quiet)
-    with log.Lines(folder, keep) as lines, log.Bar(title, config.steps, run.step, quiet) as bar:
+    with (
+        log.Lines(folder, keep) as lines,
+        log.Bar(title, config.steps, run.step, quiet) as bar,
+        checkpoint.Writer(folder / "checkpoint") as writer,
+    ):
         while run.step < config.steps:
             advance()
             bar.update(run.step)
@@ -153,7 +157,7 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
                 _evaluate(run, lines)
             every = config.checkpoint_every or max(1, config.steps // 10)
             if due(run.step, every, config.steps) or asked:
-                _save(run, folder, lines)
+                _save(run, writer, lines)
             if asked and run.step < config.steps:
                 raise Stopped(asked[0])
     done = results.finish(folder, config, parts, run.best, run.best_step, quiet)
@@ -179,11 +183,7 @@ def due(step: int, every: int, total: int) -> bool:
 
 
 def _start(config: Config, parts: Parts) -> Training:
-    truth = parts.truth if bool((parts.truth >= 0).any()) else None
-    ema = parts.ema if parts.momentum else None
-    objective: nn.Module = Objective(
-        parts.net, parts.method, parts.labelled_loss, parts.unlabelled_loss, ema, truth
-    )
+    objective: nn.Module = parts.objective(parts.net)
     compiled = parts.device.type == "cuda" if config.compile is None else config.compile
     if compiled:
         objective.compile(fullgraph=True)
@@ -218,11 +218,11 @@ def _evaluate(run: Training, lines: log.Lines) -> None:
         run.best = copy.deepcopy(dict(run.parts.judged.state_dict()))
 
 
-def _save(run: Training, folder: Path, lines: log.Lines) -> None:
+def _save(run: Training, writer: checkpoint.Writer, lines: log.Lines) -> None:
     if parallel.rank() == 0:
         note: dict[str, Any] = {"lines": lines.size(), "sums": run.sums.steps}
         note |= {"best": run.best_value, "best_step": run.best_step}
-        checkpoint.save(folder / "checkpoint", run.step, run.tensors(), note)
+        writer.save(run.step, run.tensors(), note)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from calmatch.augment.basic import affine, grey, wide
+from calmatch.ops import sent
 
 RANGES = {  # USB's operations and the ranges their values are drawn from
     "autocontrast": (0.0, 1.0),
@@ -60,7 +61,7 @@ def _rounds(images: Tensor, ops: Tensor, draws: Tensor) -> Tensor:
 
 def value(op: Tensor, draw: Tensor) -> Tensor:
     """The magnitude of each operation for a uniform draw in [0, 1)."""
-    ranges = torch.tensor(list(RANGES.values()), device=draw.device)[op]
+    ranges = sent(torch.tensor(list(RANGES.values())), draw.device)[op]
     return ranges[:, 0] + (ranges[:, 1] - ranges[:, 0]) * draw
 
 

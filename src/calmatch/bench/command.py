@@ -49,6 +49,8 @@ def figure(name: str, options: FigureOptions) -> None:
     if path.suffix not in figures.FORMATS:
         raise ValueError(f"{path} should end in {', '.join(figures.FORMATS)}.")
     found = gather(options.runs, options.suite) if options.runs else None
+    if found and options.column:
+        found = found.only(options.column)
     if options.published and drawing.published is not None:
         content = drawing.published()
     elif name == "logits":

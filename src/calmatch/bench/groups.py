@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calmatch import results
+from calmatch import results, spec
 from calmatch.bench.suites import SUITES, cells
 from calmatch.config import Config
 from calmatch.results import Run
@@ -45,6 +46,12 @@ class Found(NamedTuple):
     def at(self, row: str, column: str) -> Group | None:
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
 
+    def only(self, column: str) -> Found:
+        """One column alone."""
+        if column not in self.columns:
+            raise ValueError(f"There is no column {column!r}.{spec.nearest(column, self.columns)}")
+        return self._replace(groups=[group for group in self.groups if group.column == column])
+
     def base(self, group: Group) -> Group | None:
         """The same method without penalty and with its own loss, in the same column."""
         config = group.config
@@ -54,6 +61,7 @@ class Found(NamedTuple):
         return next((other for other in self.groups if key(other.config) == bare), None)
 
 
+@functools.cache
 def key(config: Config) -> str:
     """What a run is, apart from its seeds."""
     return json.dumps([item for item in config.dump().items() if item[0] not in ASIDE])

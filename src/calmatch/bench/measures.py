@@ -55,6 +55,12 @@ def leaky(run: Run) -> Mapping[str, float] | None:
     return found if found["evaluations"] > 1 else None
 
 
+def leaky_values(group: Group, metric: str) -> list[float]:
+    """A quantity at each run's best step on the test set, where that is known."""
+    found = [best for run in group.runs.values() if (best := leaky(run))]
+    return [QUANTITIES[metric].scale * best[metric] for best in found if metric in best]
+
+
 def head(metric: str) -> str:
     quantity = QUANTITIES[metric]
     return f"{quantity.head} ({'nats' if quantity.scale == 1 else '%'})"
@@ -74,7 +80,7 @@ def marks(means: Mapping[str, float], digits: int) -> dict[str, Mark]:
     """Best and second by the numbers as they are shown, so that ties share a mark."""
     shown = {row: round(value, digits) for row, value in means.items()}
     order = sorted(set(shown.values()))[:2]
-    if len(shown) < 2:
+    if len(order) < 2:  # one row, or all alike
         return {}
     names: dict[float, Mark] = dict(zip(order, ("best", "second"), strict=False))
     return {row: names[value] for row, value in shown.items() if value in names}

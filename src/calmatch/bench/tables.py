@@ -21,7 +21,7 @@ def build(found: Found, *, suite: str = "", compare: bool = False) -> list[Table
     optional = [protocols(found), comparisons.ranks(found), comparisons.differences(found)]
     tables += [table for table in optional if table is not None]
     if compare:
-        tables.append(comparisons.beside(found, suite))
+        tables += comparisons.beside(found, suite)
     first = tables[0]
     tables[0] = first._replace(notes=[*first.notes, seeds_note(found), *found.notes])
     return tables

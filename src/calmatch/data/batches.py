@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from calmatch import parallel
+from calmatch import ops, parallel
 from calmatch.augment.basic import normalise
 from calmatch.core import Batch, Method, Transform
 from calmatch.data.resident import Source
@@ -77,21 +77,21 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         number, place = divmod(step, self.chunk)
         views, ids = self._chunks(number)
-        x_id, u_id = (parallel.mine(ids[side][place]).to(self.device) for side in "xu")
+        x_id, u_id = (ops.sent(parallel.mine(ids[side][place]), self.device) for side in "xu")
         return Batch(
             x=tuple(parallel.mine(view[place]) for view in views["x"]),
             y=self.labels[x_id],
             u=tuple(parallel.mine(view[place]) for view in views["u"]),
             x_id=x_id,
             u_id=u_id,
-            step=torch.tensor(step, device=self.device),
+            step=torch.full((), step, device=self.device),
             draws=self._draws(step),
         )
 
     def whole(self, number: int) -> Batch:
         """All steps of a chunk at once: every tensor with an axis of steps in front."""
         views, ids = self._chunks(number)
-        x_id, u_id = (ids[side].to(self.device) for side in "xu")
+        x_id, u_id = (ops.sent(ids[side], self.device) for side in "xu")
         first = number * self.chunk
         draws = [self._draws(step) for step in range(first, first + self.chunk)]
         return Batch(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from calmatch import ops
 from calmatch.data.files import Files
 from calmatch.data.stream import Plan, Stream
 
@@ -26,7 +27,7 @@ class Resident:
 
     def chunk(self, number: int) -> Tensor:
         """uint8 pictures of chunk `number`."""
-        return self.images[self.plan(number).to(self.device)]
+        return self.images[ops.sent(self.plan(number), self.device)]
 
     def batches(self, size: int) -> Iterator[Tensor]:
         """All pictures in order."""

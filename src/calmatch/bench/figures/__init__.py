@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from calmatch.bench.figures import curves, densities, ranks
 from calmatch.bench.figures.densities import prepare_logits
 from calmatch.bench.figures.style import FORMATS, LOOK, encode
+from calmatch.bench.groups import Found
 
-__all__ = ["FIGURES", "FORMATS", "Drawing", "drawn", "encode", "prepare_logits"]
+__all__ = ["FIGURES", "FORMATS", "Drawing", "drawn", "each", "encode", "prepare_logits"]
 
 
 class Drawing(NamedTuple):
@@ -39,6 +40,19 @@ FIGURES: Mapping[str, Drawing] = {
     "ranks": Drawing(ranks.prepare_ranks, ranks.draw_ranks, ranks.published_ranks),
     "critical": Drawing(ranks.prepare_ranks, ranks.draw_critical, ranks.published_ranks),
 }
+
+
+WHOLE = ("radar", "ranks", "critical")  # the others show one column at a time
+
+
+def each(found: Found) -> Iterator[tuple[str, str, Found]]:
+    """Every figure with a file's stem and its runs; with several columns, one for each."""
+    for name in FIGURES:
+        if name in WHOLE or len(found.columns) == 1:
+            yield name, name, found
+        else:
+            for column in found.columns:
+                yield name, f"{name}_{column}", found.only(column)
 
 
 def drawn(name: str, content: Mapping[str, Any]) -> Figure:

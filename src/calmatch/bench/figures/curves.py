@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE, Looks, below
+from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE, Looks, below, check_panels
 from calmatch.bench.groups import Found, Group
 from calmatch.report import charts
 from calmatch.results import Run
@@ -19,6 +19,7 @@ POINTS = 100  # a curve shows at most so many
 
 def prepare_reliability(found: Found) -> dict[str, Any]:
     """Reliability plots; methods above, the same with penalty below (Observation 1, supplement)."""
+    check_panels(len(found.groups))
     panels = []
     for group in found.groups:
         seeds, run = next(iter(group.runs.items()))
@@ -58,7 +59,7 @@ def draw_reliability(figure: Figure, found: Mapping[str, Any]) -> None:
         deep += max(used.values())
     wide = max(wide, 1 + max(place for _, place, _ in rows))
     each = min(1.75, max(1.3, PAGE / wide))
-    figure.set_size_inches(max(COLUMN, each * wide), (each + 0.35) * deep)
+    figure.set_size_inches(max(COLUMN, each * wide), (each + 0.2) * deep)
     for level, place, panel in rows:
         axes = figure.add_subplot(deep, wide, level * wide + place + 1)
         charts.draw_reliability(axes, panel, panel["title"])
@@ -164,7 +165,7 @@ def _draw(axes: Axes, curves: Sequence[Mapping[str, Any]], field: str, scale: fl
 
 def prepare_entropy(found: Found | None = None) -> dict[str, Any]:
     """Shannon and min-entropy with their slopes; with runs, who agrees (Observation 2)."""
-    p = np.linspace(0.001, 0.999, 999)
+    p = np.linspace(0.001, 0.999, 1000)  # 0.5, where the min-entropy has no slope, lies between
     q = np.maximum(p, 1 - p)
     shannon = -p * np.log(p) - (1 - p) * np.log(1 - p)
     return {
@@ -172,7 +173,7 @@ def prepare_entropy(found: Found | None = None) -> dict[str, Any]:
         "shannon": shannon.tolist(),
         "min": (-np.log(q)).tolist(),
         "shannon_slope": np.log((1 - p) / p).tolist(),
-        "min_slope": np.where(p < 0.5, 1 / q, np.where(p > 0.5, -1 / q, np.nan)).tolist(),
+        "min_slope": (np.sign(0.5 - p) / q).tolist(),
         "agreement": prepare_agreement(found) if found else None,
     }
 
@@ -182,10 +183,13 @@ def draw_entropy(figure: Figure, found: Mapping[str, Any]) -> None:
     panels = 3 if found["agreement"] else 2
     figure.set_size_inches(PAGE if panels == 3 else 4.7, 2.6 if panels == 3 else 2.1)
     axes = figure.subplots(1, panels)
+    half = len(found["p"]) // 2  # drawn apart: the min-entropy's slope jumps in the middle
     for place, (ending, label) in enumerate((("", "nats"), ("_slope", "slope, nats"))):
         for name, colour, dash in (("shannon", PALETTE[0], "-"), ("min", PALETTE[1], "--")):
             title = "Shannon entropy" if name == "shannon" else "min-entropy"
-            axes[place].plot(found["p"], found[name + ending], color=colour, ls=dash, label=title)
+            x, y = found["p"], found[name + ending]
+            axes[place].plot(x[:half], y[:half], color=colour, ls=dash, label=title)
+            axes[place].plot(x[half:], y[half:], color=colour, ls=dash)
         axes[place].set(xlabel="p of (p, 1 − p)", ylabel=label, xlim=(0, 1))
     axes[0].legend(loc="lower center")
     axes[1].set_ylim(-4, 4)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from calmatch import losses, spec
-from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE, Looks, below
+from calmatch.bench.figures.style import COLUMN, PAGE, PALETTE, Looks, below, check_panels
 from calmatch.bench.groups import Found, Group
 
 SHOWN = 10  # classes in one panel
@@ -66,6 +66,7 @@ def _panel(group: Group, target: int) -> dict[str, Any]:
 
 def prepare_logits(found: Found, target: int = 5) -> dict[str, Any]:
     """Densities of every class's logit on pictures of one class (Observation 3)."""
+    check_panels(len(found.groups))
     return {"panels": [_panel(group, target) for group in found.groups]}
 
 
@@ -116,6 +117,7 @@ def prepare_logits_all(found: Found) -> dict[str, Any]:
     """The same for every class, a line of panels each (supplement)."""
     _, labels, names = centred(found.groups[0])
     kept = [k for k in range(len(names)) if int((labels == k).sum()) > 2][:SHOWN]
+    check_panels(len(kept) * len(found.groups))
     return {"lines": [[_panel(group, k) for group in found.groups] for k in kept]}
 
 

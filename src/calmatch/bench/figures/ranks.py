@@ -176,7 +176,9 @@ def draw_radar(figure: Figure, found: Mapping[str, Any]) -> None:
         for name, values, colour, dash in shapes:
             axes.plot([*angles, angles[0]], [*values, values[0]], color=colour, ls=dash, label=name)
             axes.fill([*angles, angles[0]], [*values, values[0]], color=colour, alpha=0.15, lw=0)
-        names = [row.partition(" + ")[2] or row for row in plot["rows"]]
+        names = plot["rows"]
+        if len({row.partition(" + ")[0] for row in names}) == 1:  # the method goes without saying
+            names = [row.partition(" + ")[2] or row for row in names]
         numbers = zip(names, plot["accuracy"], plot["ece"], strict=True)
         axes.set_xticks(angles, [f"{n}\n{a:.1f} | {e:.1f}" for n, a, e in numbers], fontsize=6)
         for label, angle in zip(axes.get_xticklabels(), angles, strict=True):

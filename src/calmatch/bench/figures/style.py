@@ -30,7 +30,14 @@ LOOK: dict[Any, Any] = {
     "svg.fonttype": "path",
     "pdf.fonttype": 42,
 }
+MOST = 250  # panels in one figure
 FORMATS = {".svg": "svg", ".pdf": "pdf", ".png": "png"}
+
+
+def check_panels(number: int) -> None:
+    """Refuse a figure nobody could read."""
+    if number > MOST:
+        raise ValueError(f"{number} panels do not fit into a figure; choose runs with --column.")
 
 
 def encode(figure: Figure, ending: str) -> bytes:
