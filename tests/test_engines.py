@@ -153,8 +153,9 @@ def test_a_dry_run_lists_states_and_measures_real_steps(stand_in, tmp_path, caps
     assert cli.main(["bench", "tiny", "--out", str(tmp_path), "--dry-run", "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["0", "supervised"], ["1", "fixmatch"]]
-    assert lines[2] == "2 runs: 2 new."
-    assert lines[3].startswith("Time: about ")
+    assert lines[2] == "Protocol of 0-1: made up."
+    assert lines[3] == "2 runs: 2 new."
+    assert lines[4].startswith("Time: about ")
     assert not list(tmp_path.rglob("*.json"))  # nothing was begun
 
 

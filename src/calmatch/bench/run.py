@@ -95,11 +95,28 @@ def preview(
             f"seed {cell.seed}  {state:<9}  {job.folder}",
             flush=True,
         )
+    for source, numbers in sources(chosen).items():
+        print(f"Protocol of {numbers}: {source}.")
     counts = Counter(states)
     print(f"{len(todo)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}.")
     ahead = [job for job, state in zip(todo, states, strict=True) if state != "finished"]
     if ahead:
         print(_estimate(ahead, todo, options))
+
+
+def sources(chosen: Sequence[Cell]) -> dict[str, str]:
+    """Each source of a protocol, and the numbers of the runs that follow it, as 0-2, 6-8."""
+    found: dict[str, list[list[int]]] = {}
+    for k, cell in enumerate(chosen):
+        spans = found.setdefault(cell.source, [])
+        if spans and spans[-1][1] == k - 1:
+            spans[-1][1] = k
+        else:
+            spans.append([k, k])
+    return {
+        source: ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
+        for source, spans in found.items()
+    }
 
 
 def _estimate(ahead: Sequence[Job], every: Sequence[Job], options: BenchOptions) -> str:
