@@ -30,6 +30,7 @@ SOON = {  # a lost node is noticed in two seconds, not in thirty
 @pytest.fixture
 def cluster(monkeypatch):
     """A head without room for runs, where the desk is, and two nodes for a run each."""
+    pytest.importorskip("ray")
     # a dotted method is looked up where nodes were started
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     ray = ray_engine.load()

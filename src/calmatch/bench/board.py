@@ -15,7 +15,7 @@ from rich.text import Text
 from calmatch import results
 from calmatch.bench import job as jobs
 from calmatch.bench.job import Job
-from calmatch.log import console
+from calmatch.log import console, tell
 
 LAST = 5  # runs that were finished last, shown on a terminal
 OPEN = ("waiting", "held", "running")
@@ -45,6 +45,7 @@ class Board:
         self.began = time.monotonic()
         self.drawn = 0.0
         self.done: list[Item] = []
+        self.stopping = False
         live = console.is_terminal and not quiet
         self.live = Live(console=console, auto_refresh=False) if live else None
 
@@ -93,7 +94,15 @@ class Board:
         ahead = sum(item.job.config.steps - item.step for item in going)
         return (time.monotonic() - self.began) * ahead / done if done > 0 else None
 
+    def halt(self) -> None:
+        """Say that everything is about to end."""
+        if not (self.quiet or self.live or self.stopping):
+            tell(f"{self.title}: stopping; running ones write their checkpoints.")
+        self.stopping = True
+
     def _left(self) -> str:
+        if self.stopping:
+            return "; stopping, checkpoints are written (again: at once)"
         left = self.left()
         return f"; about {clock(left)} left" if left else ""
 

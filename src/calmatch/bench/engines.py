@@ -66,6 +66,7 @@ def local(todo: Sequence[Job], board: Board, places: Sequence[Slot], asked: Sequ
         while waiting or running:
             if len(asked) > told:  # once: checkpoint and end; twice: end
                 told = len(asked)
+                board.halt()
                 for process, _ in running.values():
                     process.terminate()
                 for job in waiting:

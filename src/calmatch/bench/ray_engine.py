@@ -160,6 +160,7 @@ class _Queue:
 
     def halt(self, force: bool) -> None:
         """Running ones write a checkpoint and send it; waiting ones are taken back."""
+        self.board.halt()
         self.ray.get(self.desk.stop.remote())
         _, opened = self.ray.get(self.desk.look.remote())
         for ref, run in self.going.items():
