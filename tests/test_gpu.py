@@ -60,7 +60,9 @@ def test_the_captured_step_equals_the_eager_one(tiny, method):
         engine.advance()
     assert not engine.failed
     first, second = eager.tensors(), replayed.tensors()
-    assert first.keys() == second.keys()
+    extra = {name for name in second if name not in first}  # weights without a gradient: idle
+    assert all(name.startswith("optimizer/") for name in extra)
+    assert first.keys() == second.keys() - extra
     close = 1e-4 if method == "vat" else 1e-8
     for name in first:
         torch.testing.assert_close(second[name], first[name], atol=close, rtol=close, msg=name)
@@ -187,7 +189,7 @@ class Uncapturable(FixMatch):
 
     def forward(self, net, ema, batch):
         plan = super().forward(net, ema, batch)
-        return plan._replace(extra={"host": plan.labelled.weight.sum() * float(batch.y.sum()) * 0})
+        return plan if batch.y.sum() > -1 else plan._replace(unlabelled=None)
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so(tiny, capsys):

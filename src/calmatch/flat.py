@@ -145,7 +145,7 @@ class _Part:
             held = [
                 state.get(name, torch.zeros_like(p)) for state, p in zip(states, exact, strict=True)
             ]
-            moments.append(_gather(held))
+            moments.append(torch.cat([_flat(t, p) for t, p in zip(held, exact, strict=True)]))
             for state, view in zip(states, _views(moments[-1], exact), strict=True):
                 state[name] = view
         if adam:

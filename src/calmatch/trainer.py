@@ -97,8 +97,10 @@ class Training:
         self.best_value, self.best_step = note["best"], note["best_step"]
         for name, parameter in self.parts.net.named_parameters():
             # fused steps keep their step count on the parameter's device
-            if own := _under(f"optimizer/{name}/", held):
-                self.optimizer.state[parameter] = own
+            own = _under(f"optimizer/{name}/", held)
+            for key, value in own.items():  # moments lie in memory as their weights do
+                like = parameter.detach() if value.shape == parameter.shape else value
+                self.optimizer.state[parameter][key] = torch.empty_like(like).copy_(value)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

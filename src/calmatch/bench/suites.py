@@ -256,6 +256,7 @@ _USB = "USB's usb_cv configuration (FACTS 2.1, 2.2)"
 _STL = f"{_USB}; the paper's text names ViT-S and layer decay 0.95 (FACTS 1.5 d, e)"
 _LT = "USB's long tail (FACTS 2.5) with ViT-S: the only network that explains the table (1.5 i)"
 _LT_WRN = "USB's classic_cv_imb configuration (FACTS 2.5), as the paper's text says"
+_CLASSIC = "USB's classic_cv protocol (FACTS 2.5), weight decay 5e-4 as in FixMatch's paper"
 _LITE = "first experiments (EVIDENCE): EfficientNet-Lite0 at 64 px, 5,000 steps"
 SOURCES: Mapping[str, str] = {
     "cifar100_200": _USB,
@@ -269,7 +270,7 @@ SOURCES: Mapping[str, str] = {
     **{f"cifar100_lt_wrn_{tail}": _LT_WRN for tail in TAILS},
     "eurosat_lite_20": _LITE,
     "eurosat_lite_40": _LITE,
-    "cifar10_40": "USB's classic_cv protocol (FACTS 2.5)",
-    "cifar10_250": "USB's classic_cv protocol (FACTS 2.5)",
+    "cifar10_40": _CLASSIC,
+    "cifar10_250": _CLASSIC,
     "digits_40": "the demo's recipe",
 }
