@@ -1,6 +1,6 @@
 """Regenerates what docs/bench.md shows: the list of suites, the digits suite's tables, figures.
 
-`python tools/bench_docs.py [FOLDER]` trains the digits suite into FOLDER (`bench/digits`) where
+`python tools/bench_docs.py [FOLDER]` trains the digits suite into FOLDER (`runs/digits`) where
 it is not there yet, then rewrites the page; `--suites` rewrites the list alone.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
     if "--suites" in sys.argv:
         PAGE.write_text(text)
         return
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("bench/digits")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/digits")
     for cell in cells("digits"):
         api.train(cell.config, folder / cell.folder)
     found = gather([folder], "digits")
