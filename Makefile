@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-browser lint format docs bench readme screenshots vendor update clean
+.PHONY: help demo test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -28,6 +28,10 @@ test-browser: $(READY)  ## the report page in a real Chromium (installed by apt 
 	  { test "$$(id -u)" = 0 && apt-get install -y -qq chromium chromium-driver; } || \
 	  { echo "Install Chromium and chromedriver first (Debian: chromium chromium-driver)."; exit 1; }
 	$(BIN)/python -m pytest -m browser
+
+test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .

@@ -6,11 +6,12 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import safetensors
 import safetensors.torch
@@ -186,10 +187,21 @@ def lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Busy(f"Another process is working in {folder}; wait or choose --out.") from error
+        _take(file, folder)
         for litter in folder.rglob(".*.part"):  # what a killed process had not finished writing
             litter.unlink(missing_ok=True)
         yield
+
+
+def _take(file: IO[str], folder: Path, patience: int = 5) -> None:
+    """Lock at once, or after the moment that somebody needs to look whether it is locked."""
+    for left in reversed(range(patience)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if not left:
+                raise Busy(
+                    f"Another process is working in {folder}; wait or choose --out."
+                ) from error
+            time.sleep(0.02)

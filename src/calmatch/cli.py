@@ -209,6 +209,20 @@ def _export(words: list[str]) -> None:
         print(f"Exported: {path}")
 
 
+def _bench(words: list[str]) -> None:
+    """A suite of runs, with its table and figures; on one machine or a cluster."""
+    if not words:
+        _listing("suites", "calmatch.bench.suites", "SUITES")(words)
+        return
+    from calmatch.options import BenchOptions
+
+    options = _parse(BenchOptions, words, "bench")
+    _use_root(options.data_root)
+    from calmatch.bench.run import run
+
+    run(options)
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -276,6 +290,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
     "predict": _predict,
     "export": _export,
+    "bench": _bench,
     "table": _table,
     "figure": _figure,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),

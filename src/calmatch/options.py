@@ -120,6 +120,37 @@ class ExportOptions:
 
 
 @dataclass
+class BenchOptions:
+    """Every run of a suite; the same line again goes on where it was. No SUITE: a list of them."""
+
+    suite: tyro.conf.Positional[str]
+    out: Path = Path("runs")
+    """Where the run folders, the table and the figures go."""
+    seeds: tuple[int, ...] = ()
+    """Which seeds; by default the suite's own, 0 1 2."""
+    engine: Literal["local", "ray"] = "local"
+    """Where runs happen: on this machine's devices, or on a Ray cluster."""
+    address: str | None = None
+    """The Ray cluster's address; by default Ray starts on this machine."""
+    jobs: int = 0
+    """Runs at once on a device (card, or CPU); 0: one a card, one a core."""
+    only: str = ""
+    """Only runs with this text in row, column or folder."""
+    dry_run: bool = False
+    """Print the runs, how they stand and how long they will take; run none."""
+    index: int | None = None
+    """Do only the run with this number of --dry-run, for array jobs: its exit code is ours."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
+    steps: int | None = None
+    """Fewer steps than published, to try a suite out; choose another --out for that."""
+    protocol: Literal["honest", "paper"] | None = None
+    """Which weights count in every run; paper: the best on the TEST set. Leaky."""
+    quiet: bool = False
+    """No live table and no lines but the summary."""
+
+
+@dataclass
 class TableOptions:
     """Tables of run folders: means over seeds, both protocols, ranks, paired differences."""
 
