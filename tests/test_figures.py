@@ -8,7 +8,6 @@ from calmatch.bench import figures, suites
 from calmatch.bench.figures import curves, densities, ranks
 from calmatch.bench.groups import gather
 from calmatch.cli import main
-from conftest import calmatch
 
 ROWS = ("supervised", "fixmatch", "fixmatch + margin", "freematch", "freematch + margin")
 
@@ -39,7 +38,9 @@ def found(folder):
 
 @pytest.fixture(scope="module")
 def prepared(found):
-    return {name: drawing.prepare(found) for name, drawing in figures.FIGURES.items()}
+    made = {name: drawing.prepare(found) for name, drawing in figures.FIGURES.items()}
+    made["logits_all"]["lines"] = made["logits_all"]["lines"][:2]  # fifty panels take their time
+    return made
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
@@ -48,8 +49,7 @@ def test_a_figure_fits_a_page_and_is_the_same_bytes_each_time(prepared, name):
     assert 3.3 <= figure.get_size_inches()[0] <= 9
     first = figures.encode(figure, ".svg")
     assert len(first) > 3000
-    if name != "logits_all":  # fifty panels
-        assert figures.encode(figures.drawn(name, prepared[name]), ".svg") == first
+    assert figures.encode(figures.drawn(name, prepared[name]), ".svg") == first
 
 
 @pytest.mark.parametrize("ending", [".pdf", ".png"])
@@ -193,8 +193,7 @@ def test_with_several_columns_most_figures_are_one_for_each(found):
 
 def test_the_command_draws_lists_and_refuses(folder, tmp_path, capsys):
     out = tmp_path / "new" / "figure.pdf"
-    made = calmatch("figure", "penalty", folder, "-o", out)
-    assert made.returncode == 0, made.stderr
+    assert main(["figure", "penalty", str(folder), "-o", str(out)]) == 0
     assert out.read_bytes().startswith(b"%PDF")
     assert main(["figure", "--help"]) == 0
     listed = capsys.readouterr().out
