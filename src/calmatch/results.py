@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, log, metrics, parallel
+from calmatch import checkpoint, evaluate, examples, log, metrics, modelfile, parallel
 from calmatch.config import Config
+from calmatch.data.batches import stream_seed
 
-if TYPE_CHECKING:
-    from calmatch.setup import Parts  # brings networks and datasets, seconds that readers spare
+if TYPE_CHECKING:  # networks and datasets: seconds that readers of results spare
+    from calmatch.data.resident import Source
+    from calmatch.setup import Parts
 
 FREE = (
     "device",
@@ -172,18 +173,39 @@ def finish(
         net.load_state_dict(best)
     pictures, labels = parts.sets["test"]
     log_probs = evaluate.predict(net, parts.method, pictures, parts.statistics, config.eval_batch)
+    unlabelled = _unlabelled(config, parts)
     if parallel.rank() == 0:
         log.tell("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
         packed = io.BytesIO()
         np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy())
         checkpoint.write(folder / "predictions.npz", packed.getvalue())
+        seen = examples.Seen(log_probs, _take(pictures))
+        examples.write(folder, seen, labels, unlabelled)
         result = _result(folder, config, parts, log_probs, labels)
         result["step"] = best_step or config.steps
         checkpoint.write_json(folder / "result.json", result)
     if parallel.world() > 1:
         torch.distributed.barrier()
     return load(folder)
+
+
+def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
+    """Predictions of unlabelled pictures, or of a sample; labelled ones among them are left out."""
+    pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
+    new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
+    if not len(new):
+        return None
+    some = examples.sample(new, stream_seed(config.seed, 7))
+    pictures = parts.batches.sources["u"].some(some)
+    log_probs = evaluate.predict(
+        parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
+    )
+    return examples.Seen(log_probs, _take(pictures), rows=pool[some], whole=len(new))
+
+
+def _take(pictures: Source) -> examples.Take:
+    return lambda rows: torch.cat([some.cpu() for some in pictures.some(rows).batches(256)])
 
 
 def _result(
@@ -259,20 +281,22 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 
 
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
-    tensors = {f"net/{k}": v for k, v in parts.judged.state_dict().items()}
-    tensors |= {f"method/{k}": v for k, v in parts.method.state_dict().items()}
-    held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    checkpoint.write(folder / "model.safetensors", safetensors.torch.save(held))
-    checkpoint.write_json(
-        folder / "model.json",
-        {
-            "format": 1,
-            "net": config.net,
-            "method": config.method,
-            "classes": list(parts.classes),
-            "size": parts.size,
-            "mean": list(parts.statistics[0]),
-            "std": list(parts.statistics[1]),
-            "versions": environment(parts.device)["versions"],
+    modelfile.write(
+        folder,
+        parts.judged,
+        parts.method,
+        net=config.net,
+        method=config.method,
+        classes=list(parts.classes),
+        size=parts.size,
+        mean=list(parts.statistics[0]),
+        std=list(parts.statistics[1]),
+        versions=environment(parts.device)["versions"],
+        provenance={
+            "data": config.dataset,
+            "labels": len(parts.split.labelled),
+            "steps": config.steps,
+            "seed": config.seed,
+            "command": f"calmatch train {folder.name}/config.json --out FOLDER",
         },
     )
