@@ -30,6 +30,7 @@ LAYERS = [
     },
     {
         "recipes",
+        "bench",
         "cli",
         "options",
         "api",

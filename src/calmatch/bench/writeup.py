@@ -29,14 +29,14 @@ def write_all(folders: Sequence[Path], out: Path, suite: str | None) -> list[str
     write(out / "table.csv", tidy.text(found, suite=suite or "", compare=compare))
     lines = [f"Tables:  {out}/table.md, .tex, .html, .csv"]
     drawn, left = [], []
-    for name, drawing in figures.FIGURES.items():
+    for name, stem, runs in figures.each(found):
         try:
-            content = drawing.prepare(found)
+            content = figures.FIGURES[name].prepare(runs)
         except ValueError as error:  # these runs do not allow it
-            left.append(f"No figure {name}: {error}")
+            left.append(f"No figure {stem}: {error}")
             continue
-        write(out / f"{name}.svg", figures.encode(figures.drawn(name, content), ".svg"))
-        drawn.append(name)
+        write(out / f"{stem}.svg", figures.encode(figures.drawn(name, content), ".svg"))
+        drawn.append(stem)
     return [*lines, f"Figures: {out}/ {', '.join(f'{name}.svg' for name in drawn)}", *left]
 
 
