@@ -25,7 +25,7 @@ test-slow: $(READY)  ## the slow tests too
 
 test-browser: $(READY)  ## the report page in a real Chromium (installed by apt where one may)
 	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
-	  { test "$$(id -u)" = 0 && apt-get install -y -qq chromium chromium-driver; } || \
+	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium chromium-driver; } || \
 	  { echo "Install Chromium and chromedriver first (Debian: chromium chromium-driver)."; exit 1; }
 	$(BIN)/python -m pytest -m browser
 

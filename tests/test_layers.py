@@ -39,7 +39,6 @@ LAYERS = [
         "cluster",
         "export",
         "demo",
-        "bench",
         "report",
         "__main__",
         "__init__",

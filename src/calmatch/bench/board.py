@@ -146,7 +146,7 @@ def clock(seconds: float) -> str:
     """A length of time a person can read.
 
     >>> clock(5), clock(200), clock(7300), clock(300_000)
-    ('5 s', '3 min 20 s', '2 h 2 min', '3 d 11 h')
+    ('5 s', '3 min 20 s', '2 h 1 min', '3 d 11 h')
     """
     whole = round(seconds)
     for unit, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
