@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from calmatch import checkpoint, cli, load_run
+from calmatch import checkpoint, cli, load_run, train
 from calmatch.bench import engines, pace, ray_node, run, suites
 from calmatch.bench import job as jobs
 from calmatch.bench.board import Board
@@ -131,8 +131,22 @@ def test_a_machine_is_divided_by_cores_and_cards(monkeypatch):
     assert [slot.env["OMP_NUM_THREADS"] for slot in engines.slots(3)] == ["2"] * 3
     assert len(engines.slots(100, per_device=2)) == 2
     monkeypatch.setattr(engines, "devices", lambda: ("cuda", ["3", "5"]))
-    cards = [slot.env["CUDA_VISIBLE_DEVICES"] for slot in engines.slots(100, per_device=2)]
-    assert cards == ["3", "5", "3", "5"]
+    cards = engines.slots(100, per_device=2)
+    assert [slot.env["CUDA_VISIBLE_DEVICES"] for slot in cards] == ["3", "5"]
+    assert [slot.together for slot in cards] == [2, 2]
+
+
+def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path):
+    settings = [tiny(seed=0), tiny(seed=1, split_seed=1), tiny("freematch", seed=0)]
+    todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
+    found = perform(todo, [Slot("card", {"OMP_NUM_THREADS": "1"}, together=3)])
+    assert [item.state for item in found.values()] == ["finished"] * 3
+    assert "calmatch.bench.together" in lines_of(todo[0].folder)[0]
+    assert not (todo[1].folder / jobs.LOG).exists()
+    assert (todo[1].folder / "report.html").exists()
+    alone = train(settings[1], tmp_path / "alone", quiet=True)
+    for name in FILES:
+        assert (alone.folder / name).read_bytes() == (todo[1].folder / name).read_bytes(), name
 
 
 @pytest.fixture

@@ -18,8 +18,13 @@ from calmatch.config import Config, load
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(words))
+
+
+def guarded(act: Callable[[], int]) -> int:
+    """Do it; mistakes are one sentence, our own faults a traceback."""
     try:
-        return _dispatch(words)
+        return act()
     except KeyboardInterrupt:
         print("calmatch: interrupted.", file=sys.stderr)
         return 130

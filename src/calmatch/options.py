@@ -133,7 +133,7 @@ class BenchOptions:
     address: str | None = None
     """The Ray cluster's address; by default Ray starts on this machine."""
     jobs: int = 0
-    """Runs at once on a device (card, or CPU); 0: one a card, one a core."""
+    """Runs at once on a device (card, or CPU); 0: three seeds a card, one a core."""
     only: str = ""
     """Only runs with this text in row, column or folder."""
     dry_run: bool = False

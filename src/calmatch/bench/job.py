@@ -77,30 +77,35 @@ def held(folder: Path) -> bool:
     return False
 
 
-def command(job: Job) -> list[str]:
-    """What runs it. Its config was made by our code, not found in a file, so it is trusted."""
-    results.finished(job.folder, job.config)  # another run's config is not overwritten
-    job.folder.mkdir(parents=True, exist_ok=True)
-    path = job.folder / "config.json"
-    wanted = job.config.dump()
-    if not path.exists() or json.loads(path.read_text("utf-8")) != wanted:
-        checkpoint.write_json(path, wanted)
-    words = ["train", str(path), "--out", str(job.folder), "--trust", "--quiet"]
+def command(*jobs: Job) -> list[str]:
+    """What runs them. Their configs were made by our code, not found in a file: trusted."""
+    for job in jobs:
+        results.finished(job.folder, job.config)  # another run's config is not overwritten
+        job.folder.mkdir(parents=True, exist_ok=True)
+        path = job.folder / "config.json"
+        wanted = job.config.dump()
+        if not path.exists() or json.loads(path.read_text("utf-8")) != wanted:
+            checkpoint.write_json(path, wanted)
+    if len(jobs) > 1:
+        folders = [str(job.folder) for job in jobs]
+        return [sys.executable, "-m", "calmatch.bench.together", *folders]
+    folder = jobs[0].folder
+    words = ["train", str(folder / "config.json"), "--out", str(folder), "--trust", "--quiet"]
     return [sys.executable, "-m", "calmatch", *words]
 
 
 def start(
-    job: Job, env: Mapping[str, str], orphaned: int = signal.SIGTERM
+    *jobs: Job, env: Mapping[str, str], orphaned: int = signal.SIGTERM
 ) -> subprocess.Popen[bytes]:
-    """Start a run in a session of its own, so that a terminal's Ctrl-C reaches it once, by us.
+    """Start a process in a session of its own, so that a terminal's Ctrl-C reaches it once, by us.
 
     Args:
-        job: the run.
+        jobs: the run, or runs that differ in their seeds only; the first one's folder has the log.
         env: what its environment adds to ours.
         orphaned: the signal it gets when this process dies, however that ends (Linux only).
     """
-    words = command(job)
-    with (job.folder / LOG).open("ab") as log:
+    words = command(*jobs)
+    with (jobs[0].folder / LOG).open("ab") as log:
         log.write(f"# {datetime.now():%Y-%m-%d %H:%M:%S} {' '.join(words)}\n".encode())
         log.flush()
         return subprocess.Popen(

@@ -90,7 +90,7 @@ def measure(config: Config, slot: Slot) -> Pace | None:
     with tempfile.TemporaryDirectory(prefix="calmatch-pace-") as name:
         job = Job("pace", short, Path(name))
         began = time.monotonic()
-        process = jobs.start(job, slot.env)
+        process = jobs.start(job, env=slot.env)
         try:
             process.wait(LONGEST)
         except subprocess.TimeoutExpired:

@@ -117,7 +117,9 @@ def work(desk: Any, order: Order) -> int:
         store(folder, files, list(files))
         _, marks = changed(folder, {})
         # SIGKILL when the worker dies: nothing that a lost node does shall count or go on
-        process = jobs.start(Job(order.name, order.config, folder), order.env, signal.SIGKILL)
+        process = jobs.start(
+            Job(order.name, order.config, folder), env=order.env, orphaned=signal.SIGKILL
+        )
         try:
             return _attend(process, desk, order, folder, marks)
         finally:

@@ -133,8 +133,9 @@ def _estimate(ahead: Sequence[Job], every: Sequence[Job], options: BenchOptions)
     seconds, unknown = pace.estimate(ahead, paces)
     if unknown == len(ahead):
         return "Time: unknown; no step of these runs could be measured here (is the data there?)."
-    words = f"Time: about {clock(seconds / min(len(places), len(ahead)))} here, "
-    words += f"{len(places)} at once; {clock(seconds)} of one place in all"
+    at_once = min(sum(place.together for place in places), len(ahead))
+    words = f"Time: about {clock(seconds / at_once)} here, "
+    words += f"{at_once} at once; {clock(seconds)} of one place in all"
     return words + (f"; {unknown} more runs are unknown." if unknown else ".")
 
 
