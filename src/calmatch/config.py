@@ -38,6 +38,8 @@ class Config:
     """Loss on unlabelled pictures; empty: the method's own."""
     penalty: str = ""
     """Added to the unlabelled loss, `margin(m=10)` for example."""
+    aware: float = 0.0
+    """Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never."""
     weak: str = "flip|crop(4)"
     """The weak view: transforms joined by |."""
     strong: str = "flip|crop(4)|cutout(0.5)"
@@ -176,7 +178,7 @@ LEAST = {
     "chunk": 1,
     "eval_batch": 1,
 }
-SHARES = ("memory", "validation", "momentum", "layer_decay", "ema")
+SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
 
 
 def check(config: Config) -> None:

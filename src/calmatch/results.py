@@ -93,8 +93,8 @@ def finished(folder: Path, config: Config) -> Run | None:
     path = folder / "config.json"
     if not path.exists():
         return None
-    try:
-        before = json.loads(path.read_text("utf-8"))
+    try:  # a field that is younger than the run had its default
+        before = {**Config().dump(), **json.loads(path.read_text("utf-8"))}
     except ValueError as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     other = [k for k, v in config.dump().items() if before.get(k) != v and k not in FREE]
