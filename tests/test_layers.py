@@ -22,6 +22,8 @@ LAYERS = [
         "flat",
         "evaluate",
         "examples",
+        "scaled",
+        "views",
         "checkpoint",
         "log",
         "results",

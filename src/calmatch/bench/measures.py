@@ -8,7 +8,8 @@ from typing import NamedTuple
 from calmatch.bench import stats
 from calmatch.bench.groups import Group, Seeds
 from calmatch.bench.render import Entry, Mark
-from calmatch.results import Run, best_on_test, temperature_scaled
+from calmatch.results import Run, best_on_test
+from calmatch.scaled import with_labels
 
 
 class Quantity(NamedTuple):
@@ -45,7 +46,7 @@ def _value(run: Run, metric: str) -> float:
     if way not in ("crossfit", "oracle"):
         return float(run.result["metrics"][metric]["value"])
     if "temperature_scaled" not in run.result:  # an older run
-        run.result["temperature_scaled"] = temperature_scaled(*run.predictions())
+        run.result["temperature_scaled"] = with_labels(*run.predictions())
     return float(run.result["temperature_scaled"][way][name])
 
 
