@@ -73,6 +73,10 @@ def standins(monkeypatch):
 
         return build
 
+    def packed(*, name: str, size: int = 0):
+        return STANDINS.setdefault(f"packed {name}", standin(name, 16))
+
+    monkeypatch.setitem(datasets.DATASETS, "packed", packed)
     for name in ("cifar10", "cifar100", "cifar100_lt", "stl10", "eurosat"):
         monkeypatch.setitem(datasets.DATASETS, name, STANDINS.setdefault(name, make(name)))
 

@@ -16,7 +16,7 @@ def with_labels(log_probs: Tensor, labels: Tensor) -> dict[str, dict[str, float]
     from calmatch import posthoc
 
     ways = {"crossfit": posthoc.temperature_scaled, "oracle": posthoc.oracle_scaled}
-    return {way: _ece_nll(scale(log_probs, labels), labels) for way, scale in ways.items()}
+    return {way: measured(scale(log_probs, labels), labels) for way, scale in ways.items()}
 
 
 def without_labels(seen: views.Views, log_probs: Tensor, labels: Tensor) -> dict[str, float]:
@@ -26,13 +26,14 @@ def without_labels(seen: views.Views, log_probs: Tensor, labels: Tensor) -> dict
     pair = [seen.log_probs[name] for name in views.PAIR]
     scale = posthoc.agreement_temperature(*pair, of="first")
     return {
-        **_ece_nll(scale(log_probs.double()), labels),
+        **measured(scale(log_probs.double()), labels),
         "temperature": scale.values["temperature"],
         "agree": posthoc.agreement(*pair).agree,
     }
 
 
-def _ece_nll(log_probs: Tensor, labels: Tensor) -> dict[str, float]:
+def measured(log_probs: Tensor, labels: Tensor) -> dict[str, float]:
+    """ECE and NLL, what a temperature changes."""
     probs = evaluate.probabilities(log_probs)
     found = metrics.summary(probs, labels, ("ece", "nll"), resamples=0)
     return {metric: item.value for metric, item in found.items()}
