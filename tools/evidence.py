@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 SUITES = ("eurosat", "cifar10", "beyond", "digits")  # the order of the page
 INTRO = """# Results
 
-Made by `python tools/evidence.py write` from `results/*.jsonl` alone; every line there is a run (its
-settings, seed, numbers, learning curve, device, time). `calmatch train` with those settings repeats it.
+Made by `python tools/evidence.py write` from `results/*.jsonl` alone; every line there is a run:
+its settings, seed, numbers, learning curve, device and time. `calmatch train` with those settings
+repeats it.
 
 Weights are those of the last step, never chosen on test pictures: averaged ones (EMA) where a run
 has them, and under "last weights" the plain ones of the same runs. Numbers of other papers were
