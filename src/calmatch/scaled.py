@@ -24,7 +24,7 @@ def without_labels(seen: views.Views, log_probs: Tensor, labels: Tensor) -> dict
     from calmatch import posthoc
 
     pair = [seen.log_probs[name] for name in views.PAIR]
-    scale = posthoc.agreement_temperature(*pair, of="first")
+    scale = posthoc.agreement_temperature(*pair)
     return {
         **measured(scale(log_probs.double()), labels),
         "temperature": scale.values["temperature"],

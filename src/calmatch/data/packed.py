@@ -114,9 +114,7 @@ def _sheet(images: Tensor, quality: int) -> bytes:
     tiles = full.view(SIDE, SIDE, 3, size, size).permute(0, 3, 1, 4, 2)
     picture = Image.fromarray(tiles.reshape(SIDE * size, SIDE * size, 3).numpy())
     packed = io.BytesIO()
-    picture.save(
-        packed, "JPEG", quality=quality, subsampling=0, optimize=True
-    )  # colours as fine as brightness
+    picture.save(packed, "JPEG", quality=quality, subsampling=0)  # colours as fine as brightness
     return packed.getvalue()
 
 
