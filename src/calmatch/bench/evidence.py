@@ -157,8 +157,8 @@ def free(found: Found) -> Table:
     """ECE as it is, and after temperatures chosen without and with labels."""
     note = (
         "Views: the temperature at which the mean confidence of unlabelled pictures' plain and "
-        "strong views equals their agreement. Seeds: on test pictures with the run of the next seed, no "
-        "labels. After T and oracle use test labels (the other half's, its own)."
+        "strong views equals their agreement. Seeds: on test pictures with the run of the next "
+        "seed, no labels. After T and oracle use test labels (the other half's, its own)."
     )
     return _each(found, HONEST, f"ECE with and without labels, {SPREAD}", [note])
 
