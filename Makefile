@@ -45,10 +45,11 @@ format: $(READY)  ## put the code in the house's style
 docs: $(READY)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(READY)  ## speed of metrics, methods and augmentation
+bench: $(READY)  ## speed of metrics, methods, augmentation and the step
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/augment.py
+	$(BIN)/python benchmarks/step.py
 
 readme: $(READY)  ## the README's tree, table and picture, made anew
 	$(BIN)/python tools/readme.py
@@ -63,7 +64,7 @@ vendor: $(READY)  ## renew the plotting library that report pages carry, from np
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,ray]'
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	@touch $(READY)
