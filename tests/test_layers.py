@@ -14,7 +14,7 @@ import calmatch
 ROOT = Path(calmatch.__file__).parent
 LAYERS = [
     {"core", "ops", "parallel", "spec"},
-    {"losses", "metrics", "augment", "nets", "methods", "optim", "config"},
+    {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
     {"trainer", "capture", "flat", "evaluate", "checkpoint", "log", "results"},
     {"recipes", "cli", "options", "api", "demo", "report", "__main__", "__init__"},

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calmatch import augment, data, losses, methods, metrics, nets, recipes
+    from calmatch import augment, data, losses, methods, metrics, nets, posthoc, recipes
     from calmatch.api import train
     from calmatch.config import Config
     from calmatch.core import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from calmatch.results import load as load_run
 
 __version__ = "0.1.0"
-_MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "recipes"]
+_MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "posthoc", "recipes"]
 _WHERE = {
     "Config": ("calmatch.config", "Config"),
     "Run": ("calmatch.results", "Run"),
@@ -56,6 +56,7 @@ __all__ = [
     "methods",
     "metrics",
     "nets",
+    "posthoc",
     "recipes",
     "train",
 ]

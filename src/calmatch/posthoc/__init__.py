@@ -1,0 +1,38 @@
+"""Confidence made honest after training: scalings, prediction sets, and when to say "not sure"."""
+
+from __future__ import annotations
+
+from calmatch.posthoc.conformal import Conformal, conformal, load_conformal
+from calmatch.posthoc.scaling import (
+    SCALINGS,
+    Scaling,
+    crossfit_temperature,
+    identity,
+    isotonic,
+    load,
+    oracle_scaled,
+    temperature,
+    temperature_scaled,
+    vector,
+)
+from calmatch.posthoc.selective import Selective, load_selective, needed, selective
+
+__all__ = [
+    "SCALINGS",
+    "Conformal",
+    "Scaling",
+    "Selective",
+    "conformal",
+    "crossfit_temperature",
+    "identity",
+    "isotonic",
+    "load",
+    "load_conformal",
+    "load_selective",
+    "needed",
+    "oracle_scaled",
+    "selective",
+    "temperature",
+    "temperature_scaled",
+    "vector",
+]
