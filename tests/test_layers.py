@@ -16,8 +16,19 @@ LAYERS = [
     {"core", "ops", "parallel", "spec"},
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
-    {"trainer", "capture", "flat", "evaluate", "checkpoint", "log", "results"},
-    {"recipes", "cli", "options", "api", "demo", "report", "__main__", "__init__"},
+    {"trainer", "capture", "flat", "evaluate", "checkpoint", "log", "results", "frozen"},
+    {
+        "recipes",
+        "cli",
+        "options",
+        "api",
+        "demo",
+        "fit",
+        "estimator",
+        "report",
+        "__main__",
+        "__init__",
+    },
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -90,7 +90,9 @@ class Lines:
 class Bar:
     """A progress bar with rate and time left; silent when quiet, piped, or not the first rank."""
 
-    def __init__(self, title: str, steps: int, start: int, quiet: bool) -> None:
+    def __init__(
+        self, title: str, steps: int, start: int, quiet: bool, unit: str = "steps"
+    ) -> None:
         show = not quiet and console.is_terminal and parallel.rank() == 0
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -103,6 +105,7 @@ class Bar:
             disable=not show,
         )
         self.show, self.start, self.began = show, start, time.monotonic()
+        self.done, self.unit = start, unit
         self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
 
     def __enter__(self) -> Bar:
@@ -113,9 +116,14 @@ class Bar:
         self.progress.stop()
 
     def update(self, step: int) -> None:
+        self.done = step
         if self.show and (step % 5 == 0 or step == self.progress.tasks[0].total):
             rate = (step - self.start) / max(1e-9, time.monotonic() - self.began)
-            self.progress.update(self.task, completed=step, rate=f"{rate:.0f} steps/s")
+            self.progress.update(self.task, completed=step, rate=f"{rate:.0f} {self.unit}/s")
+
+    def advance(self, number: int) -> None:
+        """So many more are done."""
+        self.update(self.done + number)
 
     def note(self, line: Mapping[str, Any]) -> None:
         """The words a person wants beside the bar."""

@@ -218,7 +218,8 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 
 
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
-    tensors = {f"net/{k}": v for k, v in parts.judged.state_dict().items()}
+    net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
+    tensors = {f"net/{k}": v for k, v in net.state_dict().items()}
     tensors |= {f"method/{k}": v for k, v in parts.method.state_dict().items()}
     held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     checkpoint.write(folder / "model.safetensors", safetensors.torch.save(held))
@@ -230,8 +231,8 @@ def _write_model(folder: Path, config: Config, parts: Parts) -> None:
             "method": config.method,
             "classes": list(parts.classes),
             "size": parts.size,
-            "mean": list(parts.statistics[0]),
-            "std": list(parts.statistics[1]),
+            "mean": list(statistics[0]),
+            "std": list(statistics[1]),
             "versions": environment(parts.device)["versions"],
         },
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from calmatch.data.resident import Source, source
 from calmatch.data.split import Split, split
 from calmatch.metrics import METRICS
 
+Statistics = tuple[Sequence[float], Sequence[float]]
+
 
 @dataclass
 class Parts:
@@ -26,7 +28,7 @@ class Parts:
 
     device: torch.device
     classes: tuple[str, ...]
-    statistics: tuple[Sequence[float], Sequence[float]]
+    statistics: Statistics
     split: Split
     sets: dict[str, tuple[Source, Tensor]]  # test, and validation where there is one
     truth: Tensor  # [unlabelled] class ids, -1 unknown
@@ -40,6 +42,7 @@ class Parts:
     size: int
     title: str
     notes: list[str]
+    whole: Callable[[], tuple[nets.Net, Statistics]] | None = None  # of a frozen network's head
 
     @property
     def judged(self) -> nets.Net:

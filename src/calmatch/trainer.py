@@ -22,6 +22,7 @@ from calmatch.capture import Captured
 from calmatch.config import Config
 from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
+from calmatch.frozen import freeze
 from calmatch.setup import Parts, pick_device, prepare
 
 
@@ -129,6 +130,8 @@ def train(config: Config, out: Path | str | None = None, *, quiet: bool = False)
 
 def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> results.Run:
     parts = prepare(config)
+    if config.frozen:
+        parts = freeze(config, parts, quiet).parts(parts.split)
     results.begin(folder, config, parts)
     for line in parts.notes:
         log.tell(line, quiet)

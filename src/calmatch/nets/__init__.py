@@ -80,6 +80,16 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
 def feature_size(net: nn.Module, size: int) -> int:
     """Width of the features, found with one black picture."""
     training = net.training
-    out: Output = net.eval()(torch.zeros(1, 3, size, size))
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    out: Output = net.eval()(torch.zeros(1, 3, size, size, device=device))
     net.train(training)
     return out.features.shape[1]
+
+
+def classifier(net: nn.Module, features: int, classes: int) -> nn.Linear:
+    """The last layer, which turns features into logits."""
+    found = [m for m in net.modules() if isinstance(m, nn.Linear)]
+    found = [m for m in found if (m.in_features, m.out_features) == (features, classes)]
+    if not found or found[-1].bias is None:
+        raise ValueError("This network does not end in one linear layer, so it cannot be frozen.")
+    return found[-1]
