@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import methods
+from calmatch import methods, modelfile, nets
 from calmatch.config import Config
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -75,3 +75,27 @@ def calmatch(*words: str | Path, timeout: float = 120) -> subprocess.CompletedPr
 
 
 ALL_METHODS = sorted(methods.METHODS)
+
+
+def write_model(folder: Path, net: str, classes: int, size: int) -> torch.nn.Module:
+    """A model folder of a fresh network with confident logits and used BatchNorms; its body."""
+    torch.manual_seed(0)
+    body = nets.build(net, classes, size)
+    with torch.no_grad():
+        body.train()(torch.randn(8, 3, size, size))
+        for name, parameter in body.named_parameters():
+            if name.endswith(("head.weight", "fc.weight", "classifier.weight")):
+                parameter.copy_(parameter.sign() * parameter.abs().clamp_min(0.1) * 3)
+    modelfile.write(
+        folder,
+        nets.Net(body, {}),
+        net=net,
+        method="supervised",
+        classes=[f"class {k}" for k in range(classes)],
+        size=size,
+        mean=[0.5] * 3,
+        std=[0.25] * 3,
+        versions={},
+        provenance={"seed": 5},
+    )
+    return body

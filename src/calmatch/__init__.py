@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         apart,
         frozen,
     )
+    from calmatch.model import Model
+    from calmatch.model import load as load_model
     from calmatch.results import Run
     from calmatch.results import load as load_run
 
@@ -30,7 +32,9 @@ __version__ = "0.1.0"
 _MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "posthoc", "recipes"]
 _WHERE = {
     "Config": ("calmatch.config", "Config"),
+    "Model": ("calmatch.model", "Model"),
     "Run": ("calmatch.results", "Run"),
+    "load_model": ("calmatch.model", "load"),
     "load_run": ("calmatch.results", "load"),
     "train": ("calmatch.api", "train"),
 }
@@ -40,6 +44,7 @@ __all__ = [
     "Loss",
     "Method",
     "Metric",
+    "Model",
     "Objective",
     "Output",
     "Plan",
@@ -51,6 +56,7 @@ __all__ = [
     "augment",
     "data",
     "frozen",
+    "load_model",
     "load_run",
     "losses",
     "methods",

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, log, parallel
+from calmatch import checkpoint, evaluate, log, modelfile, parallel
 from calmatch.config import Config
 from calmatch.setup import Parts
 
@@ -219,20 +218,22 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
-    tensors = {f"net/{k}": v for k, v in net.state_dict().items()}
-    tensors |= {f"method/{k}": v for k, v in parts.method.state_dict().items()}
-    held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    checkpoint.write(folder / "model.safetensors", safetensors.torch.save(held))
-    checkpoint.write_json(
-        folder / "model.json",
-        {
-            "format": 1,
-            "net": config.net,
-            "method": config.method,
-            "classes": list(parts.classes),
-            "size": parts.size,
-            "mean": list(statistics[0]),
-            "std": list(statistics[1]),
-            "versions": environment(parts.device)["versions"],
+    modelfile.write(
+        folder,
+        net,
+        parts.method,
+        net=config.net,
+        method=config.method,
+        classes=list(parts.classes),
+        size=parts.size,
+        mean=list(statistics[0]),
+        std=list(statistics[1]),
+        versions=environment(parts.device)["versions"],
+        provenance={
+            "data": config.dataset,
+            "labels": len(parts.split.labelled),
+            "steps": config.steps,
+            "seed": config.seed,
+            "command": f"calmatch train {folder.name}/config.json --out FOLDER",
         },
     )
