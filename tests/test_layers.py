@@ -27,6 +27,7 @@ LAYERS = [
         "model",
         "modelfile",
         "frozen",
+        "examples",
     },
     {
         "recipes",

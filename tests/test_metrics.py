@@ -174,3 +174,26 @@ def test_summary_has_every_metric_with_its_interval_and_is_repeatable():
     assert first == second
     assert set(first) == set(metrics.METRICS)
     assert metrics.summary(probs, labels, resamples=0)["ece"].value == first["ece"].value
+
+
+def test_smoothed_accuracy_is_the_kernel_regression_of_hits_on_confidence():
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(4000, generator=generator, dtype=torch.float64)
+    right = (torch.rand(4000, generator=generator) < confidence**2).double()
+    at = torch.linspace(0.2, 0.8, 7, dtype=torch.float64)
+    accuracy, density = metrics.smooth_accuracy(confidence, right, 0.03, at)
+    kernel = torch.exp(-(((at[:, None] - confidence) / 0.03) ** 2) / 2)
+    expected = at - (kernel * (confidence - right)).sum(1) / kernel.sum(1)
+    torch.testing.assert_close(accuracy, expected, atol=2e-3, rtol=0)
+    weight = kernel.mean(1) / 0.03 / (2 * torch.pi) ** 0.5
+    torch.testing.assert_close(density, weight, atol=1e-2, rtol=0)
+
+
+def test_smoothed_accuracy_is_unknown_where_there_are_no_pictures():
+    confidence = torch.full((100,), 0.95, dtype=torch.float64)
+    accuracy, density = metrics.smooth_accuracy(
+        confidence, torch.ones(100), 0.01, torch.tensor([0.1, 0.95])
+    )
+    assert accuracy[0].isnan()
+    assert float(accuracy[1]) == pytest.approx(1.0)
+    assert float(density[0]) == pytest.approx(0.0, abs=1e-9)

@@ -29,9 +29,11 @@ FILES = {
     "model.safetensors",
     "model.json",
     "predictions.npz",
+    "examples.npz",
     "result.json",
     "report.html",
 }
+NUMBERS = ("predictions.npz", "metrics.jsonl", "examples.npz")
 
 
 def test_a_run_learns_and_leaves_a_whole_folder(tiny, tmp_path):
@@ -68,7 +70,7 @@ def test_the_same_config_gives_the_same_bytes_and_another_seed_does_not(tiny, tm
     files = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         run = train(tiny(seed=seed), tmp_path / name, quiet=True)
-        files.append([(run.folder / f).read_bytes() for f in ("predictions.npz", "metrics.jsonl")])
+        files.append([(run.folder / f).read_bytes() for f in NUMBERS])
     assert files[0] == files[1]
     assert files[0] != files[2]
 
@@ -257,7 +259,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bytes(tmp_path):
         process.kill()
         assert process.wait() == -signal.SIGKILL
     assert calmatch(*COMMAND.split(), "--out", tmp_path / "cut").returncode == 0
-    for name in ("predictions.npz", "metrics.jsonl", "model.safetensors", "split.json"):
+    for name in (*NUMBERS, "model.safetensors", "split.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, log, modelfile, parallel
+from calmatch import checkpoint, evaluate, examples, log, modelfile, parallel
 from calmatch.config import Config
+from calmatch.data.batches import stream_seed
+from calmatch.data.resident import Source
 from calmatch.setup import Parts
 
 FREE = (
@@ -157,18 +159,39 @@ def finish(
         net.load_state_dict(best)
     pictures, labels = parts.sets["test"]
     log_probs = evaluate.predict(net, parts.method, pictures, parts.statistics, config.eval_batch)
+    unlabelled = _unlabelled(config, parts)
     if parallel.rank() == 0:
         log.tell("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
         packed = io.BytesIO()
         np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy())
         checkpoint.write(folder / "predictions.npz", packed.getvalue())
+        seen = examples.Seen(log_probs, _take(pictures))
+        examples.write(folder, seen, labels, unlabelled)
         result = _result(folder, config, parts, log_probs, labels)
         result["step"] = best_step or config.steps
         checkpoint.write_json(folder / "result.json", result)
     if parallel.world() > 1:
         torch.distributed.barrier()
     return load(folder)
+
+
+def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
+    """Predictions of unlabelled pictures, or of a sample; labelled ones may be among them."""
+    pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
+    new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
+    if not len(new):
+        return None
+    some = examples.sample(new, stream_seed(config.seed, 7))
+    pictures = parts.batches.sources["u"].some(some)
+    log_probs = evaluate.predict(
+        parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
+    )
+    return examples.Seen(log_probs, _take(pictures), rows=pool[some], whole=len(new))
+
+
+def _take(pictures: Source) -> examples.Take:
+    return lambda rows: torch.cat([some.cpu() for some in pictures.some(rows).batches(256)])
 
 
 def _result(

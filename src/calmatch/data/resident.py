@@ -33,6 +33,10 @@ class Resident:
         """All pictures in order."""
         yield from self.images.split(size)
 
+    def some(self, rows: Tensor) -> Resident:
+        """Only these rows."""
+        return Resident(self.images[rows.to(self.device)], self.device)
+
 
 Source = Resident | Stream
 

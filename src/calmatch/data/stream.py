@@ -50,6 +50,10 @@ class Stream:
         for pictures in self._loader(list(torch.arange(len(self)).split(size))):
             yield pictures.to(self.device)
 
+    def some(self, rows: Tensor) -> Stream:
+        """Only these rows."""
+        return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
+
     def _copied(self) -> Tensor:
         pictures: Tensor = next(self.chunks)
         with torch.cuda.stream(self.side):  # without a device this does nothing

@@ -24,9 +24,11 @@ from calmatch.metrics.calibration import (
     ks,
     max_ce,
     reliability,
+    smooth_accuracy,
     smooth_ece,
+    smooth_width,
 )
-from calmatch.metrics.scores import aurc, brier, check, error, nll, top_k
+from calmatch.metrics.scores import aurc, brier, check, error, nll, top, top_k
 
 __all__ = [
     "METRICS",
@@ -46,8 +48,11 @@ __all__ = [
     "max_ce",
     "nll",
     "reliability",
+    "smooth_accuracy",
     "smooth_ece",
+    "smooth_width",
     "summary",
+    "top",
     "top_k",
 ]
 

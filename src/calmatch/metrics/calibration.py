@@ -101,11 +101,15 @@ def smooth_ece(probs: Tensor, labels: Tensor) -> Tensor:
     The width is bisected until it meets the error it gives. Steps, grid and kernel (reflected at
     0 and 1, cut at half the range) are those of the authors' package, so that numbers compare.
     """
-    confidence, right = top(probs, labels)
+    return smooth_width(*top(probs, labels))[1]
+
+
+def smooth_width(confidence: Tensor, right: Tensor) -> tuple[float, Tensor]:
+    """The kernel width of `smooth_ece`, and the error it gives; from top confidence and hits."""
     spectrum = functools.lru_cache(lambda points: _spectrum(confidence, right, points))
 
     def error(width: float) -> Tensor:
-        points = max(2000, round(20 / width)) // 2 + 1
+        points = _points(width)
         return _smoothed_error(spectrum(points), points, width)
 
     low, high = 0.0, 1.0
@@ -113,7 +117,20 @@ def smooth_ece(probs: Tensor, labels: Tensor) -> Tensor:
         width = (low + high) / 2
         small = width < 1e-3 or width < float(error(width))
         low, high = (width, high) if small else (low, width)
-    return error(high)
+    return high, error(high)
+
+
+def smooth_accuracy(confidence: Tensor, right: Tensor, width: float, at: Tensor) -> Tensor:
+    """Kernel-smoothed accuracy (NaN where no pictures are near) and density at some confidences."""
+    points = _points(width)
+    smooth = _smoothed(_spectrum(confidence, right, points), points, width)
+    residual, density = _between(smooth, at.to(torch.float64) * (points - 1))
+    accuracy = torch.where(density > 1e-6, at - residual / density, torch.nan).clamp(0, 1)
+    return torch.stack([accuracy, density / len(right)])  # [2, len(at)]
+
+
+def _points(width: float) -> int:
+    return max(2000, round(20 / width)) // 2 + 1
 
 
 def _length(points: int) -> int:
@@ -146,14 +163,25 @@ def _kernel(width: float, points: int, device: torch.device) -> Tensor:
 
 def _smoothed_error(spectrum: Tensor, points: int, width: float) -> Tensor:
     """Mean |kernel-smoothed confidence - accuracy| under the smoothed density."""
-    kernel = _kernel(width, points, spectrum.device)
-    smooth = torch.fft.irfft(spectrum * kernel, _length(points))[:, points - 1 + points // 2 :]
     cells = max(round(10 / width), 200)
     mesh = torch.linspace(0, points - 1, cells, dtype=torch.float64, device=spectrum.device)
-    left = mesh.long().clamp_max(points - 2)
-    residual, density = torch.lerp(smooth[:, left], smooth[:, left + 1], mesh - left)
+    residual, density = _between(_smoothed(spectrum, points, width), mesh)
     error: Tensor = residual.abs().sum() / (density + 1e-4).sum()
     return error
+
+
+def _smoothed(spectrum: Tensor, points: int, width: float) -> Tensor:
+    """Residual and density smoothed, on the grid."""
+    kernel = _kernel(width, points, spectrum.device)
+    smooth: Tensor = torch.fft.irfft(spectrum * kernel, _length(points))
+    start = points - 1 + points // 2
+    return smooth[:, start : start + points]
+
+
+def _between(smooth: Tensor, mesh: Tensor) -> Tensor:
+    """Linear interpolation at places of the grid."""
+    left = mesh.long().clamp_max(smooth.shape[1] - 2)
+    return torch.lerp(smooth[:, left], smooth[:, left + 1], mesh - left)
 
 
 @checked

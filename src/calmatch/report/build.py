@@ -2,53 +2,126 @@
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from calmatch.checkpoint import write
-from calmatch.report import charts
-from calmatch.report.console import COLUMNS, LEGEND, cell
+from calmatch.report import content, summary, tables, words
+from calmatch.report.console import COLUMNS, LEGEND
 from calmatch.results import Run
+
+HERE = Path(__file__).parent
+SCRIPTS = ("spots.js", "charts.js", "compare.js", "page.js")
+# Only our own scripts run, by their hashes; nothing can be fetched, sent or framed.
+POLICY = (
+    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 
 def build(runs: Sequence[Run], path: Path) -> Path:
-    """Write the page of one or more runs."""
-    loader = jinja2.PackageLoader("calmatch.report", "")
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    text = page.get_template("template.html").render(
-        heading=" · ".join(dict.fromkeys(run.config.dataset for run in runs)),
-        sentence=sentence(runs[0]) if len(runs) == 1 else "",
-        columns=[column.head.replace("\n", " ") for column in COLUMNS],
-        rows=[_row(run) for run in runs],
-        legend=LEGEND,
-        reliability=charts.svg(charts.reliability_figure(runs)),
-    )
-    write(path, text)
+    """Write the page of one run, or the comparison of several."""
+    found = [summary.judged(*run.predictions()) for run in runs]
+    data: dict[str, Any] = {
+        "runs": [content.numbers(*pair) for pair in zip(runs, found, strict=True)]
+    }
+    chances = [summary.chance(one) for one in found]
+    view: dict[str, Any] = {"about": [content.about(run, path) for run in runs]}
+    if len(runs) == 1:
+        data |= content.details(runs[0], found[0])
+        view |= {
+            "sentences": words.headline(runs[0], data["runs"][0], chances[0]),
+            "example": words.example(found[0]),
+            "pictures": words.pictures(runs[0]),
+        }
+    else:
+        data["gapGrid"] = summary.gap_grid(found)
+        for run, one in zip(data["runs"], found, strict=True):
+            run["gaps"] = summary.gaps(one, data["gapGrid"])
+        view["differences"] = content.differences(runs)
+    for run, chance in zip(data["runs"], chances, strict=True):
+        run["chance"] = chance
+        run["verdict"] = words.verdict(run, chance)
+    write(path, _page(runs, data, view))
     return path
 
 
-def _row(run: Run) -> dict[str, Any]:
-    return {
-        "title": run.title,
-        "leaky": run.result["leaky"],
-        "cells": [cell(run.result["metrics"].get(column.key), column) for column in COLUMNS],
-        "curves": charts.svg(charts.curves_figure(run)),
-        "config": json.dumps(run.config.dump(), indent=2),
-        "command": f"calmatch train {run.folder / 'config.json'} --out NEW_FOLDER",
-        "notes": run.result["notes"],
-    }
-
-
-def sentence(run: Run) -> str:
-    """The result in words."""
-    found = run.result["metrics"]
-    error, ece = found["error"]["value"], found["ece"]
+def _page(runs: Sequence[Run], data: dict[str, Any], view: dict[str, Any]) -> str:
+    scripts = [_libraries(), "\n".join(_text(name) for name in SCRIPTS)]
     return (
-        f"Of 100 test pictures about {100 * error:.0f} are classified wrongly, and confidence is "
-        f"off by {100 * ece['value']:.1f} points on average "
-        f"(95 % interval {100 * ece['low']:.1f} to {100 * ece['high']:.1f})."
+        _environment()
+        .get_template("template.html")
+        .render(
+            view,
+            heading=runs[0].title if len(runs) == 1 else f"{len(runs)} runs compared",
+            over=" · ".join(dict.fromkeys(content.origin(run) for run in runs)),
+            data=_finite(data),
+            runs=data["runs"],
+            classes=data.get("classes", []),
+            per_class=data.get("perClass", []),
+            tables=_tables(data),
+            columns=[column.head.replace("\n", " ") for column in COLUMNS],
+            legend=LEGEND,
+            style=Markup(_text("page.css")),
+            scripts=[Markup(script) for script in scripts],  # ours, and free of </script
+            policy=POLICY.format(scripts=" ".join(map(_hash, scripts))),
+        )
     )
+
+
+def _tables(data: dict[str, Any]) -> dict[str, tables.Table]:
+    runs = data["runs"]
+    kinds = (tables.reliability, tables.smooth, tables.risk, tables.tested, tables.trained)
+    found = {kind.__name__: kind(runs) for kind in kinds}
+    if "confusion" in data:
+        found["confusion"] = tables.confusion(data)
+    return found
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.PackageLoader("calmatch.report", "")
+    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    page.trim_blocks = page.lstrip_blocks = True
+    page.filters["percent"] = tables.percent
+    # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
+    page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return page
+
+
+@functools.cache
+def _libraries() -> str:
+    """The plotting library with its licences, which ask to be in every copy."""
+    notes = json.loads(_text("vendor/vendor.json"))
+    licences = _text("vendor/LICENSES.txt").replace("*/", "* /")
+    return f"/*!\n{licences}*/\n" + "\n;\n".join(_text(f"vendor/{note['file']}") for note in notes)
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (HERE / name).read_text("utf-8")
+
+
+def _hash(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN; and five digits are more than a chart shows."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value
