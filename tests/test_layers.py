@@ -26,7 +26,7 @@ LAYERS = [
         "results",
         "model",
         "modelfile",
-        "frozen",
+        "heads",
         "examples",
     },
     {
@@ -36,6 +36,9 @@ LAYERS = [
         "api",
         "demo",
         "fit",
+        "plan",
+        "judge",
+        "words",
         "estimator",
         "report",
         "__main__",

@@ -191,7 +191,8 @@ def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
 
 
 def _take(pictures: Source) -> examples.Take:
-    return lambda rows: torch.cat([some.cpu() for some in pictures.some(rows).batches(256)])
+    shown: Source = getattr(pictures, "pictures", pictures)  # a frozen network's are features
+    return lambda rows: torch.cat([some.cpu() for some in shown.some(rows).batches(256)])
 
 
 def _result(

@@ -22,7 +22,7 @@ from calmatch.capture import Captured
 from calmatch.config import Config
 from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
-from calmatch.frozen import freeze
+from calmatch.heads import freeze
 from calmatch.setup import Parts, pick_device, prepare
 
 
@@ -247,3 +247,13 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def learn(config: Config, parts: Parts, seen: Callable[[int], object] = bool) -> Training:
+    """Train parts in memory, without a folder; `seen` is told each step that is done."""
+    with torch.random.fork_rng():
+        run = _start(config, parts)
+        while run.step < config.steps:
+            run.advance(parts.batches[run.step])
+            seen(run.step)
+    return run

@@ -65,8 +65,11 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
         built: Any = timm_net.Timm(classes, item.name.removeprefix("timm."), **settings)
     else:
         target = spec.find(item.name, NETS, "net")
-        if "size" in inspect.signature(target).parameters:
+        takes = inspect.signature(target).parameters
+        if "size" in takes:
             settings.setdefault("size", size)
+        if isinstance(source, str) and "pretrained" in takes:
+            settings["pretrained"] = False  # the file replaces its own weights
         bound = spec.Spec(item.name, item.args, settings)
         built = spec.bind(bound, NETS, "net", given=1)(classes)
     if not isinstance(built, nn.Module):

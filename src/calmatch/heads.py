@@ -10,6 +10,7 @@ import copy
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -62,9 +63,15 @@ def _pixel(features: Tensor) -> Tensor:
 class Rows(Resident):
     """Some rows of a store, as a source of pictures."""
 
-    def __init__(self, store: Store, rows: Tensor) -> None:
+    def __init__(self, store: Store, rows: Tensor, pictures: Source | None = None) -> None:
         super().__init__(rows, store.features.device)
         self.store = store
+        self.pictures = pictures  # what a person sees
+
+    def some(self, rows: Tensor) -> Rows:
+        """Only these rows."""
+        pictures = None if self.pictures is None else self.pictures.some(rows)
+        return Rows(self.store, self.images[rows.to(self.device)], pictures)
 
     def batches(self, size: int) -> Iterator[Tensor]:
         """Features of the pictures as they are, in order."""
@@ -121,13 +128,14 @@ class Frozen:
         method.picture = (features, 1, 1)
         net = nets.Net(Head(features, classes), {}).to(device)
         momentum = method.ema if config.ema is None else config.ema
-        order = {name: Rows(self.store, ids) for name, ids in rows.items()}
+        own_pool = split.unlabelled == base.split.unlabelled
+        pool = base.batches.sources["u"] if own_pool else None
         batch = min(config.batch, len(own))
         batches = Batches(
             method.to(device),
-            order["labelled"],
+            Rows(self.store, rows["labelled"]),
             own.to(device),
-            order["unlabelled"],
+            Rows(self.store, rows["unlabelled"], pool),
             {name: self.store.view(name) for name in VIEWS},
             self.statistics,
             batch=batch,
@@ -136,10 +144,8 @@ class Frozen:
             chunk=config.chunk,
         )
         sets: dict[str, tuple[Source, Tensor]] = {}
-        sets["test"] = (
-            Rows(self.tested, torch.arange(len(self.tested.features))),
-            base.sets["test"][1],
-        )
+        pictures, truth = base.sets["test"]
+        sets["test"] = (Rows(self.tested, torch.arange(len(truth)), pictures), truth)
         made = replace(
             base,
             statistics=self.statistics,
@@ -264,3 +270,14 @@ def _key(net: nn.Module, images: Tensor | files.Files, config: Config, views: in
         for block in images.split(4096):
             total.update(block.contiguous().numpy().data)
     return total.hexdigest()
+
+
+def timed(config: Config, parts: Parts, pictures: Tensor) -> float:
+    """Seconds that one view of one picture takes, augmentation included."""
+    net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
+    found = np.zeros((len(pictures), 3, nets.feature_size(net, parts.size)), np.float16)
+    with log.Bar("", 0, 0, True) as bar:
+        _fill(net, parts, config, pictures, 0, bar, found)  # the first time is slower
+        began = time.perf_counter()
+        _fill(net, parts, config, pictures, 0, bar, found)
+    return (time.perf_counter() - began) / len(pictures) / 3

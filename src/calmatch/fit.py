@@ -1,0 +1,357 @@
+"""Own pictures, one command: read, plan, train, judge, calibrate, and say it in plain words."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from calmatch import checkpoint, evaluate, examples, heads, judge, log, model, nets, spec, trainer
+from calmatch import plan as plans
+from calmatch.config import Config
+from calmatch.data import pictures
+from calmatch.data.files import Files
+from calmatch.data.resident import taken
+from calmatch.modelfile import read_note
+from calmatch.nets.pretrained import state_of
+from calmatch.plan import Plan, Wish
+from calmatch.report.build import build
+from calmatch.results import Run, load
+from calmatch.setup import prepare
+from calmatch.words import closing, opening
+
+STAGES = ("reading pictures", "planning", "learning", "judging", "calibrating", "writing")
+KEPT = (  # what a fit folder takes over from the run that was better
+    "config.json",
+    "environment.json",
+    "split.json",
+    "metrics.jsonl",
+    "times.jsonl",
+    "model.safetensors",
+    "model.json",
+)
+
+
+class Candidate(NamedTuple):
+    """One of the two ways to learn, trained and judged."""
+
+    name: str
+    folder: Path
+    judged: judge.Judged
+    frozen: heads.Frozen
+
+
+def fit(wish: Wish, out: Path | str | None = None, *, quiet: bool = False) -> Run:
+    """Train a classifier on a person's pictures into a folder; the same call again continues.
+
+    Args:
+        wish: the pictures, their labels, and anything that should not be chosen automatically.
+        out: the run folder; by default `fit-` and the name of the folder of pictures.
+        quiet: no progress bars and no lines.
+    """
+    plans.check_wish(wish)
+    folder = Path(out) if out else Path(f"fit-{wish.pictures.resolve().name}")
+    if folder.resolve().is_relative_to(wish.pictures.resolve()):
+        raise ValueError(f"{folder} lies among the pictures; choose another --out.")
+    with checkpoint.lock(folder):
+        before = _before(folder, wish)
+        if before and (folder / "result.json").exists():
+            log.tell(f"{folder} is finished already.", quiet)
+            return load(folder)
+        return _fit(wish, folder, before, quiet)
+
+
+def _before(folder: Path, wish: Wish) -> dict[str, Any]:
+    """What an interrupted run of the same wish had decided."""
+    path = folder / "fit.json"
+    if not path.exists():
+        if (folder / "config.json").exists():
+            raise ValueError(f"{folder} holds a run that `fit` did not make; choose another --out.")
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        other = [k for k, v in wish.dump().items() if found["wish"].get(k) != v and k != "device"]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged; choose another --out.") from error
+    if other:
+        key = "pictures" if other[0] == "pictures" else f"--{other[0]}"
+        raise ValueError(
+            f"{folder} was made with {key} {found['wish'].get(other[0])}; choose another --out."
+        )
+    return found
+
+
+def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Run:
+    stage = _stages(quiet)
+    stage(1)
+    listed = pictures.read(wish.pictures, wish.labels, wish.strict)
+    wish, size, side = _sized(wish, listed, folder)
+    with log.Bar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
+        images, found = pictures.decoded(listed, size, wish.strict, bar.update)
+    log.tell(opening(found, side), quiet)
+    stage(2)
+    if before:
+        plan = Plan(**{**before["plan"], "notes": tuple(before["plan"]["notes"])})
+    else:
+        plan = plans.choose(wish, found, images, side, size)
+        _save(folder, wish, plan)
+    for note in (*found.notes, *plan.notes):
+        log.tell(note, quiet)
+    stage(3)
+    while True:
+        try:
+            tried = [
+                _candidate(wish, plan, found, folder, alone, stage, quiet) for alone in _both(wish)
+            ]
+            break
+        except torch.OutOfMemoryError:
+            plan = _smaller(wish, plan, folder, quiet)
+    best = min(tried, key=lambda one: judge.score(one.judged))
+    _compare(tried, best, quiet)
+    stage(5)
+    found_verdict = judge.verdict(best.judged)
+    stage(6)
+    return _write(wish, plan, folder, found, images, best, tried, found_verdict, quiet)
+
+
+def _both(wish: Wish) -> tuple[bool, ...]:
+    return (True,) if spec.parse(wish.method).name == "supervised" else (False, True)
+
+
+def _stages(quiet: bool) -> Callable[[int], None]:
+    """Announces a stage once."""
+    told: set[int] = set()
+
+    def stage(number: int) -> None:
+        if number not in told:
+            log.tell(f"{number}/{len(STAGES)} {STAGES[number - 1]}", quiet)
+        told.add(number)
+
+    return stage
+
+
+def _sized(wish: Wish, found: pictures.Pictures, folder: Path) -> tuple[Wish, int, int]:
+    """The size of training, the pictures' own, and with --from the network to start with."""
+    size, side = pictures.fitting_size(found)
+    if wish.start is None:
+        pretrained = side >= plans.SMALLEST or wish.net is not None
+        return wish, wish.size or (max(64, size) if pretrained else size), side
+    note = read_note(wish.start / "model.json")
+    gone = [name for name in note["classes"] if name not in found.classes]
+    if gone:
+        raise ValueError(
+            f"{wish.start} also knows {', '.join(map(repr, gone[:5]))}, which no label here names; "
+            f"add a few labelled pictures of it, or the new model would forget it."
+        )
+    net = started(note["net"], wish.start / "model.safetensors", folder / "start.safetensors")
+    return dataclasses.replace(wish, net=net), wish.size or int(note["size"]), side
+
+
+def started(net: str, source: Path, target: Path) -> str:
+    """The spec of a network that starts with a model's weights, copied to `target`."""
+    held = {k: v for k, v in state_of(source).items() if k.startswith("net/body.")}
+    if not target.exists():
+        plain = {k.removeprefix("net/body."): v.contiguous() for k, v in held.items()}
+        checkpoint.write(target, safetensors.torch.save(plain))
+    item = spec.parse(net)
+    settings = {**item.kwargs, "pretrained": str(target.resolve())}
+    words = [repr(value) for value in item.args]
+    words += [f"{key}={value!r}" for key, value in settings.items()]
+    return f"{item.name}({', '.join(words)})"
+
+
+def _save(folder: Path, wish: Wish, plan: Plan) -> None:
+    kept = {"wish": wish.dump() | {"net": None if wish.start else wish.net}}
+    checkpoint.write_json(folder / "fit.json", {**kept, "plan": dataclasses.asdict(plan)})
+
+
+def _smaller(wish: Wish, plan: Plan, folder: Path, quiet: bool) -> Plan:
+    """After the device ran out of memory: half the batch, and what was trained is dropped."""
+    if plan.batch < 2:
+        raise ValueError("The device has too little memory even for one picture; use --device cpu.")
+    plan = dataclasses.replace(plan, batch=plan.batch // 2)
+    log.tell(f"The device's memory is full; trying again with batches of {plan.batch}.", quiet)
+    _save(folder, wish, plan)
+    for name in ("backbone", "backbone-alone", "both", "alone"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return plan
+
+
+def _candidate(
+    wish: Wish,
+    plan: Plan,
+    found: pictures.Pictures,
+    folder: Path,
+    alone: bool,
+    stage: Callable[[int], None],
+    quiet: bool,
+) -> Candidate:
+    """Train the network if it learns, then its head on all labels, and judge the head."""
+    name, net = "alone" if alone else "both", plan.net
+    stage(3)
+    log.tell("  on the labels alone" if alone else "  on labelled and unlabelled pictures", quiet)
+    if plan.whole:
+        under = folder / ("backbone-alone" if alone else "backbone")
+        trainer.train(plans.body(wish, plan, alone), under, quiet=quiet)
+        bare = read_note(under / "model.json")["net"]
+        net = started(bare, under / "model.safetensors", under / "start.safetensors")
+    width = nets.feature_size(nets.build(net, len(found.classes), plan.size), plan.size)
+    config = plans.head(wish, plan, alone, net, width)
+    run = trainer.train(config, folder / name, quiet=quiet)
+    parts = prepare(config)
+    frozen = heads.freeze(config, parts, quiet)
+    if plan.holdout:
+        log_probs, labels = run.predictions()
+        rows = pictures.arranged(found, plan.hold, plan.most, wish.seed).held
+        return Candidate(name, run.folder, judge.Judged(log_probs, labels, rows, False), frozen)
+    stage(4)
+    judged = _crossfit(wish, plan, found, config, frozen, quiet)
+    return Candidate(name, run.folder, judged, frozen)
+
+
+def _crossfit(
+    wish: Wish,
+    plan: Plan,
+    found: pictures.Pictures,
+    config: Config,
+    frozen: heads.Frozen,
+    quiet: bool,
+) -> judge.Judged:
+    """Out-of-fold predictions of the labels that the network behind the features has not seen."""
+    split = frozen.base.split
+    rows = pictures.arranged(found, 0.0, plan.most, wish.seed).train
+    unseen = set(split.labelled)
+    if plan.whole:
+        held = set(pictures.arranged(found, plan.hold, plan.most, wish.seed).held)
+        unseen = {row for row in split.labelled if rows[row] in held}
+
+    def told(number: int, log_probs: Tensor, labels: Tensor) -> None:
+        now = evaluate.measure(log_probs, labels)
+        log.tell(
+            f"  part {number} of {judge.FOLDS}: {len(labels)} labels judged, about "
+            f"{now['error'].value:.0%} wrong, confidence off by {now['ece'].value:.0%} so far "
+            f"(before calibration)",
+            quiet,
+        )
+
+    judged = judge.crossfit(frozen, config, split, unseen, told)
+    return judged._replace(rows=[rows[row] for row in judged.rows])
+
+
+def _compare(tried: list[Candidate], best: Candidate, quiet: bool) -> None:
+    words = {"both": "labelled and unlabelled pictures", "alone": "the labels alone"}
+    for one in tried:
+        wrong = float((one.judged.log_probs.argmax(1) != one.judged.labels).double().mean())
+        kept = ", kept" if one is best and len(tried) > 1 else ""
+        log.tell(
+            f"  {words[one.name]}: {wrong:.1%} wrong, log-loss {judge.score(one.judged):.3f}{kept}",
+            quiet,
+        )
+
+
+def _write(
+    wish: Wish,
+    plan: Plan,
+    folder: Path,
+    found: pictures.Pictures,
+    images: Tensor | Files,
+    best: Candidate,
+    tried: list[Candidate],
+    verdict: judge.Verdict,
+    quiet: bool,
+) -> Run:
+    """Everything that outlives the run; result.json comes last and says that it is done."""
+    for name in KEPT:
+        checkpoint.write(folder / name, (best.folder / name).read_bytes())
+    model.save_calibration(
+        folder,
+        verdict.scaling,
+        verdict.conformal,
+        verdict.selective,
+        {"command": f"calmatch fit (see fit.json), {best.name}"},
+    )
+    names = [found.names[row] for row in best.judged.rows]
+    _pack(
+        folder / "predictions.npz",
+        log_probs=verdict.log_probs.numpy(),
+        raw_log_probs=best.judged.log_probs.numpy(),
+        labels=best.judged.labels.numpy(),
+        files=np.array(names),
+    )
+    spare = torch.tensor([k for k, label in enumerate(found.labels) if label < 0], dtype=torch.long)
+    asked = _unlabelled(folder, images, found, spare, wish.seed)
+    judged_rows = torch.tensor(best.judged.rows)
+    seen = examples.Seen(
+        verdict.log_probs, lambda rows: taken(images, judged_rows[rows]), files=names
+    )
+    examples.write(folder, seen, best.judged.labels, asked)
+    result = _result(plan, best, tried, verdict, found)
+    checkpoint.write_json(folder / "result.json", result)
+    run = load(folder)
+    build([run], folder / "report.html")
+    if not quiet:
+        print(closing(run, verdict, found, asked))
+    return run
+
+
+def _pack(path: Path, **arrays: Any) -> None:
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **arrays)
+    checkpoint.write(path, packed.getvalue())
+
+
+def _unlabelled(
+    folder: Path, images: Tensor | Files, found: pictures.Pictures, spare: Tensor, seed: int
+) -> examples.Seen | None:
+    """Calibrated predictions of unlabelled pictures (a sample of many), kept with their names."""
+    if not len(spare):
+        return None
+    rows = examples.sample(spare, seed)
+    made = model.load(folder)
+    log_probs = torch.cat(
+        [made.calibration(made.logits(taken(images, some))) for some in rows.split(512)]
+    ).float()
+    names = [found.names[row] for row in rows.tolist()]
+    _pack(folder / "unlabelled.npz", log_probs=log_probs.numpy(), files=np.array(names))
+    take = lambda ids: taken(images, rows[ids])  # noqa: E731
+    return examples.Seen(log_probs, take, rows=rows, files=names, whole=len(spare))
+
+
+def _result(
+    plan: Plan,
+    best: Candidate,
+    tried: list[Candidate],
+    verdict: judge.Verdict,
+    found: pictures.Pictures,
+) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((best.folder / "result.json").read_text("utf-8"))
+    kind = "crossfit" if best.judged.crossfit else "holdout"
+    notes = {
+        "crossfit": "Each judged label was predicted by a sister model that had not seen it"
+        + (", on features of a network that had not seen it either." if plan.whole else "."),
+        "holdout": "The judged labels were held out: the model has not seen them.",
+    }
+    result |= {
+        "metrics": {k: v._asdict() for k, v in verdict.after.items()}
+        | {k: v for k, v in result["metrics"].items() if k in ("gap", "agree")},
+        "before_calibration": {k: v.value for k, v in verdict.before.items()},
+        "calibration": verdict.scaling.dump(),
+        "interval": "95 %: exact binomial for error, bootstrap over judged labels for the rest",
+        "judged_on": kind,
+        "judged_note": notes[kind],
+        "kept": best.name,
+        "scores": {one.name: judge.score(one.judged) for one in tried},
+        "skipped": [list(item) for item in found.skipped],
+        "notes": [*result["notes"], *found.notes, *plan.notes],
+    }
+    result["pictures"]["test"] = len(best.judged.labels)
+    return result

@@ -1,0 +1,155 @@
+"""How good it is, from few labels: heads refitted out of fold, calibration, promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from calmatch import evaluate, metrics, posthoc, trainer
+from calmatch.config import Config
+from calmatch.data.split import Split
+from calmatch.heads import Frozen, Rows
+
+FOLDS = 5
+Told = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
+
+
+class Judged(NamedTuple):
+    """Predictions of labelled pictures by models that have not seen their labels."""
+
+    log_probs: Tensor  # [n, C], before calibration
+    labels: Tensor  # [n]
+    rows: list[int]  # of the training pictures, or of the held-out ones
+    crossfit: bool  # by sister models; False: held out, by the model itself
+
+
+def folds(labels: Sequence[int], number: int, seed: int) -> list[list[int]]:
+    """Places of labels, each class spread over the folds; a class's only label is in none.
+
+    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 2], 2, 0)]
+    [2, 3]
+    """
+    random = np.random.default_rng([seed, 12])
+    y = np.asarray(labels)
+    found: list[list[int]] = [[] for _ in range(number)]
+    place = 0
+    for k in np.unique(y):
+        own = random.permutation(np.flatnonzero(y == k))
+        for row in own if len(own) > 1 else []:
+            found[place % number].append(int(row))
+            place += 1
+    return [fold for fold in found if fold]
+
+
+def crossfit(
+    frozen: Frozen, config: Config, split: Split, unseen: set[int], told: Told | None = None
+) -> Judged:
+    """Refit the head without each fold of labels and predict that fold.
+
+    A fold's pictures serve neither as labelled nor as unlabelled ones while it is held out.
+
+    Args:
+        frozen: features, and who makes parts of a run from them.
+        config: of the head's training.
+        split: all labelled and unlabelled rows.
+        unseen: rows whose labels the network behind the features has not seen.
+        told: is shown the predictions after each fold.
+    """
+    own = frozen.labels[torch.tensor(split.labelled)].tolist()
+    log_probs: list[Tensor] = []
+    rows: list[int] = []
+    cheap = config.replace(compile=False)
+    for number, fold in enumerate(folds(own, FOLDS, config.seed), start=1):
+        held = {split.labelled[place] for place in fold}
+        judged = sorted(held & unseen)
+        if judged:
+            rest = Split(
+                [row for row in split.labelled if row not in held],
+                [row for row in split.unlabelled if row not in held],
+                [],
+            )
+            parts = frozen.parts(rest, cheap)
+            trainer.learn(cheap, parts)
+            pictures = Rows(frozen.store, torch.tensor(judged))
+            log_probs.append(
+                evaluate.predict(
+                    parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
+                )
+            )
+            rows += judged
+        if told is not None and rows:
+            told(number, torch.cat(log_probs), frozen.labels[torch.tensor(rows)])
+    if not rows:
+        raise ValueError(
+            "No label can be left out to judge by: every class has one label. Label at least "
+            "two pictures of each class."
+        )
+    return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, True)
+
+
+class Verdict(NamedTuple):
+    """A model's calibration, what it may promise, and its measured quality."""
+
+    scaling: posthoc.Scaling
+    conformal: posthoc.Conformal
+    selective: posthoc.Selective
+    log_probs: Tensor  # [n, C], calibrated without each picture's own label
+    before: dict[str, metrics.Interval]
+    after: dict[str, metrics.Interval]
+
+
+def verdict(judged: Judged, resamples: int = 500) -> Verdict:
+    """Temperature, prediction sets and operating point from judged labels.
+
+    The metrics after calibration use, for each picture, a temperature found without its label.
+    """
+    z, y = judged.log_probs, judged.labels
+    scaling = posthoc.crossfit_temperature(z, y)
+    log_probs = scaling(z).double()
+    if len(y) >= 2:
+        for fold in folds([0] * len(y), min(10, len(y)), 0):
+            others = torch.ones(len(y), dtype=torch.bool)
+            others[fold] = False
+            log_probs[fold] = posthoc.crossfit_temperature(z[others], y[others])(z[fold]).double()
+    probs = log_probs.exp()
+    confidence, guess = probs.max(1)
+    return Verdict(
+        scaling,
+        posthoc.conformal(probs, y, cross_fitted=judged.crossfit),
+        posthoc.selective(confidence, guess == y, cross_fitted=judged.crossfit),
+        log_probs.float(),
+        measured(z, y, 0),
+        measured(log_probs, y, resamples),
+    )
+
+
+def measured(log_probs: Tensor, labels: Tensor, resamples: int) -> dict[str, metrics.Interval]:
+    """Every metric; the error with an exact binomial interval, which few labels need."""
+    found = evaluate.measure(log_probs, labels, resamples)
+    n = len(labels)
+    wrong = round(found["error"].value * n)
+    low, high = exact(wrong, n)
+    return found | {"error": metrics.Interval(wrong / n, low, high)}
+
+
+def exact(wrong: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """The Clopper-Pearson interval of a share.
+
+    >>> [round(end, 3) for end in exact(0, 40)]
+    [0.0, 0.088]
+    """
+    tail = (1 - level) / 2
+    low: Any = stats.beta.ppf(tail, wrong, n - wrong + 1) if wrong else 0.0
+    high: Any = stats.beta.ppf(1 - tail, wrong + 1, n - wrong) if wrong < n else 1.0
+    return float(low), float(high)
+
+
+def score(judged: Judged) -> float:
+    """What decides between two models: the mean log-loss of calibrated predictions."""
+    scaled = posthoc.crossfit_temperature(judged.log_probs, judged.labels)(judged.log_probs)
+    return float(-scaled.double().gather(1, judged.labels[:, None]).mean())
