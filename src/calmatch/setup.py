@@ -78,7 +78,7 @@ def prepare(config: Config) -> Parts:
     net, method = net.to(device, dtype), method.to(device, dtype)
     momentum = method.ema if config.ema is None else config.ema
     ema = copy.deepcopy(net).requires_grad_(False) if momentum else net
-    labelled_loss, unlabelled_loss = _losses(config, method, len(dataset.classes))
+    labelled_loss, unlabelled_loss = losses_of(config, method, len(dataset.classes))
     batch, unlabelled_batch, notes = _sizes(config, chosen, method)
     batches = Batches(
         method,
@@ -208,7 +208,7 @@ def _model(
     return method, net
 
 
-def _losses(config: Config, method: Method, classes: int) -> tuple[Loss, Loss]:
+def losses_of(config: Config, method: Method, classes: int) -> tuple[Loss, Loss]:
     if not method.u_views and (config.penalty or config.unlabelled_loss):
         raise ValueError(f"{config.method} uses no unlabelled pictures, so it takes no penalty.")
     labelled = config.labelled_loss or method.losses["labelled"]

@@ -91,10 +91,8 @@ def opened(data: bytes) -> Image.Image:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             return Image.open(io.BytesIO(data))
-        except Image.DecompressionBombWarning as error:
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise ValueError("it is too large") from error
-        except UserWarning as error:  # Pillow's word on damaged or odd metadata
-            raise ValueError(str(error)) from error
 
 
 def decode(data: bytes, size: int) -> Pixels:
@@ -113,7 +111,12 @@ def decode(data: bytes, size: int) -> Pixels:
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    picture = _not_too_long(picture.convert("RGB"))
+    return square(picture.convert("RGB"), size)
+
+
+def square(picture: Image.Image, size: int) -> Pixels:
+    """The middle of an RGB picture whose shorter side is made `size` pixels."""
+    picture = _not_too_long(picture)
     scale = size / min(picture.size)
     if scale != 1:
         wide, high = (max(size, round(side * scale)) for side in picture.size)

@@ -43,13 +43,10 @@ def read(path: Path) -> list[Row]:
                 f"put a file name with a comma in double quotes."
             )
         file, label = (unicodedata.normalize("NFC", cells[place]).strip() for place in places)
-        if not file or not label:
-            what = "file name" if not file else "label"
-            raise ValueError(
-                f"{path}, row {number}: the {what} is empty. Delete the row: pictures that are "
-                f"not listed are unlabelled."
-            )
-        rows.append(Row(file, label, number))
+        if not file:
+            raise ValueError(f"{path}, row {number}: the file name is empty.")
+        if label:  # without one, the picture is not labelled yet
+            rows.append(Row(file, label, number))
     if not rows:
         raise ValueError(f"{path} has no labels below its header.")
     return rows
