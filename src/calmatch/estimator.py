@@ -44,6 +44,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Attributes:
         classes_: class names, sorted.
+        kept_: of vectors, the method that was better by cross-fitting: `method` or supervised.
         calibration_: the temperature found by cross-fitting.
         judged_: out-of-fold predictions the calibration rests on; None where labels were too few.
     """
@@ -71,7 +72,9 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Learn from labelled and unlabelled rows."""
         if y is None:
             raise ValueError("Classifier requires y to be passed, but the target y is None.")
-        pictures = np.ndim(X) > 2
+        if not hasattr(X, "shape"):
+            X = np.asarray(X)  # noqa: N806
+        pictures = len(X.shape) > 2
         if pictures:
             X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
             y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=False)
@@ -123,18 +126,25 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             device="cpu",
         )
         check(config)
-        mean, std = x.mean(0), x.std(0, correction=0).clamp_min(1e-6)
-        frozen = heads.given(config, x, ids, len(self.classes_))
+        std = x.std(0, correction=0)
+        mean, std = x.mean(0), std.clamp_min(max(1e-6, 0.05 * float(std.max())))
+        frozen = heads.given(config, (x - mean) / std, ids, len(self.classes_))
         split = frozen.base.split
-        parts = frozen.parts(split)
-        trainer.learn(config, parts)
         self.judged_ = None
         self.calibration_ = posthoc.Scaling("identity")
         if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
-            self.judged_ = judge.crossfit(frozen, config, split, set(split.labelled))
+            alone = config.replace(method="supervised", penalty="")
+            tried = [
+                (judge.crossfit(frozen, one, split, set(split.labelled)), one)
+                for one in dict.fromkeys((config, alone))
+            ]
+            self.judged_, config = min(tried, key=lambda pair: judge.score(pair[0]))
             self.calibration_ = posthoc.crossfit_temperature(
                 self.judged_.log_probs, self.judged_.labels
             )
+        self.kept_ = config.method
+        parts = frozen.parts(split, config)
+        trainer.learn(config, parts)
         head = parts.judged.body
         assert isinstance(head, heads.Head)
         weight = head.linear.weight.detach() / std
@@ -189,7 +199,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """The most probable class of each row."""
-        found: Array = self.classes_[self.predict_proba(X).argmax(1)]
+        probs = self.predict_proba(X)
+        found: Array = self.classes_[probs.argmax(1)]
         return found
 
     def __sklearn_tags__(self) -> Any:

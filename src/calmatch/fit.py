@@ -201,14 +201,15 @@ def _candidate(
     log.tell("  on the labels alone" if alone else "  on labelled and unlabelled pictures", quiet)
     if plan.whole:
         under = folder / ("backbone-alone" if alone else "backbone")
-        trainer.train(plans.body(wish, plan, alone), under, quiet=quiet)
+        with log.hush():
+            trainer.train(plans.body(wish, plan, alone), under, quiet=quiet)
         bare = read_note(under / "model.json")["net"]
         net = started(bare, under / "model.safetensors", under / "start.safetensors")
     width = nets.feature_size(nets.build(net, len(found.classes), plan.size), plan.size)
     config = plans.head(wish, plan, alone, net, width)
-    run = trainer.train(config, folder / name, quiet=quiet)
-    parts = prepare(config)
-    frozen = heads.freeze(config, parts, quiet)
+    with log.hush():
+        run = trainer.train(config, folder / name, quiet=quiet)
+    frozen = heads.freeze(config, prepare(config), True)
     if plan.holdout:
         log_probs, labels = run.predictions()
         rows = pictures.arranged(found, plan.hold, plan.most, wish.seed).held
@@ -237,9 +238,8 @@ def _crossfit(
     def told(number: int, log_probs: Tensor, labels: Tensor) -> None:
         now = evaluate.measure(log_probs, labels)
         log.tell(
-            f"  part {number} of {judge.FOLDS}: {len(labels)} labels judged, about "
-            f"{now['error'].value:.0%} wrong, confidence off by {now['ece'].value:.0%} so far "
-            f"(before calibration)",
+            f"  part {number}: {len(labels)} labels judged, {now['error'].value:.0%} wrong, "
+            f"confidence off by {now['ece'].value:.0%} so far (before calibration)",
             quiet,
         )
 

@@ -288,14 +288,13 @@ def given(config: Config, features: Tensor, labels: Tensor, classes: int, views:
 
     Args:
         config: of the head's training.
-        features: [N, D].
+        features: [N, D], standardised.
         labels: [N] class ids, -1 unknown.
         classes: how many there are.
         views: weak and as many strong ones of each vector.
     """
     chance = Generator().manual_seed(stream_seed(config.seed, 8))
-    mean, std = features.mean(0), features.std(0, correction=0).clamp_min(1e-6)
-    x = (features - mean) / std
+    x = features
     made = [x]
     for name in VIEWS:
         for _ in range(views):

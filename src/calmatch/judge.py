@@ -15,7 +15,7 @@ from calmatch.config import Config
 from calmatch.data.split import Split
 from calmatch.heads import Frozen, Rows
 
-FOLDS = 5
+FOLDS = 5  # at most
 Told = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
 
 
@@ -28,21 +28,25 @@ class Judged(NamedTuple):
     crossfit: bool  # by sister models; False: held out, by the model itself
 
 
-def folds(labels: Sequence[int], number: int, seed: int) -> list[list[int]]:
-    """Places of labels, each class spread over the folds; a class's only label is in none.
+def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
+    """Places of labels in two to five folds; a class's only label is in none.
 
-    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 2], 2, 0)]
-    [2, 3]
+    There are as many folds as labels of a typical class, and every class starts with the first, so
+    that what is left to learn from stays as balanced as it was: a class that lost more labels than
+    the others would be guessed less often, and just its labels are judged.
+
+    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
+    [2, 2, 2]
     """
     random = np.random.default_rng([seed, 12])
     y = np.asarray(labels)
+    counts = np.unique(y, return_counts=True)[1]
+    number = int(np.clip(np.median(counts), 2, FOLDS))
     found: list[list[int]] = [[] for _ in range(number)]
-    place = 0
     for k in np.unique(y):
         own = random.permutation(np.flatnonzero(y == k))
-        for row in own if len(own) > 1 else []:
+        for place, row in enumerate(own if len(own) > 1 else []):
             found[place % number].append(int(row))
-            place += 1
     return [fold for fold in found if fold]
 
 
@@ -64,7 +68,7 @@ def crossfit(
     log_probs: list[Tensor] = []
     rows: list[int] = []
     cheap = config.replace(compile=False)
-    for number, fold in enumerate(folds(own, FOLDS, config.seed), start=1):
+    for number, fold in enumerate(folds(own, config.seed), start=1):
         held = {split.labelled[place] for place in fold}
         judged = sorted(held & unseen)
         if judged:
@@ -111,11 +115,10 @@ def verdict(judged: Judged, resamples: int = 500) -> Verdict:
     z, y = judged.log_probs, judged.labels
     scaling = posthoc.crossfit_temperature(z, y)
     log_probs = scaling(z).double()
-    if len(y) >= 2:
-        for fold in folds([0] * len(y), min(10, len(y)), 0):
-            others = torch.ones(len(y), dtype=torch.bool)
-            others[fold] = False
-            log_probs[fold] = posthoc.crossfit_temperature(z[others], y[others])(z[fold]).double()
+    for fold in folds([0] * len(y), 0):
+        others = torch.ones(len(y), dtype=torch.bool)
+        others[fold] = False
+        log_probs[fold] = posthoc.crossfit_temperature(z[others], y[others])(z[fold]).double()
     probs = log_probs.exp()
     confidence, guess = probs.max(1)
     return Verdict(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,7 @@ class Bar:
         )
         self.show, self.start, self.began = show, start, time.monotonic()
         self.done, self.unit = start, unit
+        self.words: dict[str, str] = {}
         self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
 
     def __enter__(self) -> Bar:
@@ -126,13 +128,31 @@ class Bar:
         self.update(self.done + number)
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """The words a person wants beside the bar."""
-        accepted = line.get("accepted")
-        if self.show and accepted is not None:
-            self.progress.update(self.task, note=f"pseudo-labels in use {accepted:.0%}")
+        """The words a person wants beside the bar: of a training line, or of an evaluation."""
+        if line.get("accepted") is not None:
+            self.words["use"] = f"pseudo-labels in use {line['accepted']:.0%}"
+        if line.get("error") is not None:
+            self.words["error"] = f"error about {line['error']:.0%}"
+            self.words["ece"] = f"confidence off by {line['ece']:.0%}"
+        if self.show:
+            self.progress.update(self.task, note=", ".join(self.words.values()))
+
+
+_hushed = False
+
+
+@contextmanager
+def hush() -> Iterator[None]:
+    """Within it `tell` is silent, bars are not: for a run that is a part of something larger."""
+    global _hushed
+    before, _hushed = _hushed, True
+    try:
+        yield
+    finally:
+        _hushed = before
 
 
 def tell(text: str, quiet: bool = False) -> None:
     """A line for the person at the console."""
-    if not quiet and parallel.rank() == 0:
+    if not quiet and not _hushed and parallel.rank() == 0:
         console.print(text, markup=False, soft_wrap=True)

@@ -157,7 +157,7 @@ def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> resul
             if due(run.step, config.log_every, config.steps):
                 _log(run, lines, bar)
             if due(run.step, config.eval_every, config.steps):
-                _evaluate(run, lines)
+                _evaluate(run, lines, bar)
             every = config.checkpoint_every or max(1, config.steps // 10)
             if due(run.step, every, config.steps) or asked:
                 _save(run, writer, lines)
@@ -208,11 +208,12 @@ def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     bar.note(line)
 
 
-def _evaluate(run: Training, lines: log.Lines) -> None:
+def _evaluate(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     """Measure the weights of now; keep them if they are the best so far where that is asked."""
     measured = results.measure(run.config, run.parts)
     for split, values in measured.items():
         lines.write({"step": run.step, "kind": split, **values})
+        bar.note(values)
     if (metric := configs.selection(run.config)) is None:
         return
     value = measured["test" if run.config.protocol == "paper" else "validation"][metric]
