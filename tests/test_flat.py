@@ -42,6 +42,8 @@ def test_a_flat_step_is_the_optimizers_step(name, momentum, clip):
     for _, _, each in runs:
         each.step()
         each.zero_grad(set_to_none=True)
+    for state in runs[1][2].state.values():  # as a checkpoint gives them back: plain in memory
+        state |= {k: v.contiguous() for k, v in state.items() if torch.is_tensor(v)}
     flat = Flat(
         ours,
         runs[1][1] if momentum else None,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import checkpoint, load_run, train, trainer
+from calmatch import checkpoint, load_run, train, train_seeds, trainer
 from calmatch.config import Config, check, load
 from calmatch.losses import ceiling
 from calmatch.setup import prepare
@@ -299,3 +299,37 @@ def test_two_ranks_from_the_command_line_write_one_run(tmp_path):
 def test_a_second_process_on_the_same_folder_refuses(tiny, tmp_path):
     with checkpoint.lock(tmp_path / "run"), pytest.raises(ValueError, match="Another process"):
         train(tiny(), tmp_path / "run", quiet=True)
+
+
+SAME = ("predictions.npz", "metrics.jsonl", "model.safetensors", "result.json")
+
+
+def test_seeds_trained_together_equal_seeds_trained_alone_and_resume(tiny, tmp_path, monkeypatch):
+    config = tiny("freematch", checkpoint_every=2)
+    for seed in (3, 4):
+        train(config.replace(seed=seed), tmp_path / f"alone/seed{seed}", quiet=True)
+    original, saves = trainer._save, []
+
+    def stumbling(run, writer, lines):
+        original(run, writer, lines)
+        saves.append(run.step)
+        if len(saves) == 7:  # the first run has saved step 8, the second has not
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "_save", stumbling)
+    with pytest.raises(KeyboardInterrupt):
+        train_seeds(config, [3, 4], tmp_path / "both", quiet=True)
+    monkeypatch.setattr(trainer, "_save", original)
+    runs = train_seeds(config, [3, 4], tmp_path / "both", quiet=True)
+    assert [run.folder.name for run in runs] == ["seed3", "seed4"]
+    for seed in (3, 4):
+        for name in SAME:
+            one, other = (tmp_path / kind / f"seed{seed}" / name for kind in ("alone", "both"))
+            assert one.read_bytes() == other.read_bytes(), name
+
+
+def test_runs_together_must_differ_in_seed_only_and_need_own_folders(tiny, tmp_path):
+    with pytest.raises(ValueError, match="may differ in seed"):
+        trainer.together([tiny(), tiny(lr=0.1)], [tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ValueError, match="a folder each"):
+        trainer.together([tiny(), tiny(seed=1)], [tmp_path / "a", tmp_path / "a"])

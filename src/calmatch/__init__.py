@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calmatch import augment, data, losses, methods, metrics, nets, posthoc, recipes
-    from calmatch.api import train
+    from calmatch.api import train, train_seeds
     from calmatch.config import Config
     from calmatch.core import (
         Batch,
@@ -39,6 +39,7 @@ _WHERE = {
     "load_model": ("calmatch.model", "load"),
     "load_run": ("calmatch.results", "load"),
     "train": ("calmatch.api", "train"),
+    "train_seeds": ("calmatch.api", "train_seeds"),
 }
 __all__ = [
     "Batch",
@@ -68,6 +69,7 @@ __all__ = [
     "posthoc",
     "recipes",
     "train",
+    "train_seeds",
 ]
 
 

@@ -3,12 +3,12 @@
 Objective, backward, commit, optimizer, EMA and log sums are captured once. A chunk of many steps'
 batches lies in fixed buffers on the device; which step is due is a counter there too. Dropout draws
 from a generator of the run's own, which is seeded by (seed, step) before each replay, so a run
-continues with the same numbers, and several runs on one card do not share them.
+continues with the same numbers. Several runs are branches of one graph and fill each other's gaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,69 @@ Values = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 class Captured:
-    """Replays a run's step; falls back to the eager one, aloud, where it cannot be captured."""
+    """Replays the step of one or more runs; where it cannot be captured they step eagerly, aloud.
 
-    def __init__(self, run: Training, quiet: bool = False) -> None:
-        self.run, self.quiet = run, quiet
-        self.batches = run.parts.batches
-        self.size = run.config.chunk
+    Runs must be at the same step and differ in nothing that changes shapes.
+    """
+
+    def __init__(self, runs: Sequence[Training], quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.lanes = [Lane(run) for run in runs]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed = False
+
+    def advance(self) -> None:
+        """One training step of every run."""
+        if not self.failed:
+            for lane in self.lanes:
+                lane.feed()
+            if self.graph is None:
+                self._capture()
+        for lane in self.lanes:
+            lane.due(self.failed)
+        if self.graph is not None:
+            self.graph.replay()
+
+    def _capture(self) -> None:
+        """Warm up, capture, and undo the warm-up; give up where that fails."""
+        before = [lane.snapshot() for lane in self.lanes]
+        try:
+            graph = torch.cuda.CUDAGraph()
+            for lane in self.lanes:
+                lane.warm()
+                with lane.own_chance():
+                    graph.register_generator_state(lane.default)
+            with torch.cuda.graph(graph):
+                self._branches()
+            self.graph = graph
+        except Exception as error:  # whatever a plug-in may do: the eager step still works
+            self.failed = True
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            log.tell(
+                f"The step cannot be captured ({reason}); running it step by step.", self.quiet
+            )
+            torch.cuda.synchronize()
+        for lane, snapshot in zip(self.lanes, before, strict=True):
+            lane.undo(snapshot, self.failed)
+
+    def _branches(self) -> None:
+        """Each run's step on a stream of its own, all joined at the end."""
+        main = torch.cuda.current_stream()
+        others = [torch.cuda.Stream() for _ in self.lanes[1:]]
+        for stream in others:
+            stream.wait_stream(main)
+        for lane, stream in zip(self.lanes, [main, *others], strict=True):
+            with torch.cuda.stream(stream), lane.own_chance():
+                lane.body()
+        for stream in others:
+            main.wait_stream(stream)
+
+
+class Lane:
+    """One run's fixed buffers and what happens to them in a step."""
+
+    def __init__(self, run: Training) -> None:
+        self.run, self.batches, self.size = run, run.parts.batches, run.config.chunk
         device = run.parts.device
         self.place = torch.zeros((), dtype=torch.long, device=device)
         self.rates = torch.zeros(self.size, device=device)
@@ -44,94 +101,41 @@ class Captured:
         self.chance = self.default.clone_state()
         self.number = -1
         self.chunk: Batch | None = None
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.failed = False
 
-    def advance(self) -> None:
-        """One training step."""
-        run = self.run
-        if self.failed:
-            run.advance(self.batches[run.step])
-            return
+    def feed(self) -> None:
+        """Put the chunk that is due into the fixed buffers, with its learning rates."""
+        run, config = self.run, self.run.config
         number, place = divmod(run.step, self.size)
-        if number != self.number:
-            self._feed(number)
-            self.place.fill_(place)
-        graph = self.graph or self._capture()
-        if graph is None:
-            self.advance()
+        if number == self.number:
             return
-        self.chance.manual_seed(stream_seed(run.config.seed, 6, run.step))
-        graph.replay()
-        run.step += 1
-        run.sums.steps += 1
-
-    def _feed(self, number: int) -> None:
-        """Put a chunk's batches and learning rates into the fixed buffers."""
-        config = self.run.config
         fresh = self.batches.whole(number)
         if self.chunk is None:
             self.chunk = _each(fresh, torch.clone)
         else:
             torch._foreach_copy_(_tensors(self.chunk), _tensors(fresh))
-        first = number * self.size
-        rates = [
-            optim.factor(first + k, config.steps, config.warmup, config.schedule)
-            for k in range(self.size)
-        ]
+        steps = range(number * self.size, (number + 1) * self.size)
+        rates = [optim.factor(k, config.steps, config.warmup, config.schedule) for k in steps]
         self.rates.copy_(ops.sent(torch.tensor(rates), self.rates.device))
+        self.place.fill_(place)
         self.number = number
 
-    def _capture(self) -> torch.cuda.CUDAGraph | None:
-        """Warm up, capture, and undo the warm-up; None where that fails."""
+    def due(self, eagerly: bool) -> None:
+        """Count the step that comes, or make it where nothing was captured."""
         run = self.run
-        before = {name: tensor.clone() for name, tensor in run.tensors().items()}
-        place = self.place.clone()
-        try:
-            with self._own_chance():
-                self._build()
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    for number in range(WARM):
-                        self.place.copy_(place)
-                        self._body(settle=number == 0)
-                torch.cuda.current_stream().wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    self._body()
-            self.graph = graph
-        except Exception as error:  # whatever a plug-in may do: the eager step still works
-            self.failed = True
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            log.tell(
-                f"The step cannot be captured ({reason}); running it step by step.", self.quiet
-            )
-            self._give_up()
-        for name, tensor in run.tensors().items():  # undo the warm-up
-            tensor.copy_(before[name]) if name in before else tensor.zero_()
-        self.place.copy_(place)
-        if not self.failed:
-            self.flat.refresh()
-        return self.graph
+        if eagerly:
+            run.advance(self.batches[run.step])
+            return
+        self.chance.manual_seed(stream_seed(run.config.seed, 6, run.step))
+        run.step += 1
+        run.sums.steps += 1
 
-    def _give_up(self) -> None:
-        """Leave the run as the eager step expects it: plain, with a step count a weight."""
-        run = self.run
-        torch.cuda.synchronize()
-        run.optimizer.zero_grad(set_to_none=True)
-        run.objective = run.parts.objective(run.parts.net)
-        for state in run.optimizer.state.values():
-            state |= {k: v.clone() for k, v in state.items() if k == "step"}
-
-    def _build(self) -> None:
-        """Flat weights, and the objective over them."""
+    def warm(self) -> None:
+        """Build what the graph needs, and run it a few times so that all memory is there."""
         run, parts = self.run, self.run.parts
         compiled = run.config.compile is not False
-        averaged = parts.ema if parts.momentum else None
         self.flat = Flat(
             parts.net,
-            averaged,
+            parts.ema if parts.momentum else None,
             run.optimizer,
             bf16=run.config.precision == "bf16",
             momentum=parts.momentum,
@@ -142,8 +146,16 @@ class Captured:
         self.forward: Callable[[nn.Module, Batch, Tensor], Values] = _forward
         if compiled:
             self.forward = torch.compile(_forward, fullgraph=True, dynamic=False)
+        place = self.place.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), self.own_chance():
+            for number in range(WARM):
+                self.place.copy_(place)
+                self.body(settle=number == 0)
+        torch.cuda.current_stream().wait_stream(side)
 
-    def _body(self, settle: bool = False) -> None:
+    def body(self, settle: bool = False) -> None:
         """What the graph holds; it reads and writes fixed buffers only."""
         assert self.chunk is not None
         here = self.place[None]
@@ -158,8 +170,27 @@ class Captured:
         self.run.sums.add(values)
         self.place.add_(1)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of everything a step changes."""
+        found = {name: tensor.clone() for name, tensor in self.run.tensors().items()}
+        return found | {"place": self.place.clone()}
+
+    def undo(self, before: dict[str, Tensor], failed: bool) -> None:
+        """Be as before the warm-up; after a failure also as the eager step expects it."""
+        run = self.run
+        for name, tensor in run.tensors().items():
+            tensor.copy_(before[name]) if name in before else tensor.zero_()
+        self.place.copy_(before["place"])
+        if not failed:
+            self.flat.refresh()
+            return
+        run.optimizer.zero_grad(set_to_none=True)
+        run.objective = run.parts.objective(run.parts.net)
+        for state in run.optimizer.state.values():
+            state |= {k: v.clone() for k, v in state.items() if k == "step"}
+
     @contextmanager
-    def _own_chance(self) -> Iterator[None]:
+    def own_chance(self) -> Iterator[None]:
         """Draws inside come from this run's generator, then and at every replay."""
         before = self.default.graphsafe_get_state()
         self.default.graphsafe_set_state(self.chance)

@@ -114,10 +114,17 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, note
 
 
-def newest(folder: Path) -> tuple[tuple[dict[str, Tensor], dict[str, Any]] | None, list[str]]:
-    """The newest checkpoint that is whole, and a sentence about each newer one that is not."""
+def newest(
+    folder: Path, limit: int | None = None
+) -> tuple[tuple[dict[str, Tensor], dict[str, Any]] | None, list[str]]:
+    """The newest checkpoint that is whole, and a sentence about each newer one that is not.
+
+    `limit` leaves out checkpoints of later steps.
+    """
     complaints: list[str] = []
     for path in sorted(folder.glob("*.safetensors"), reverse=True):
+        if limit is not None and path.stem.isdecimal() and int(path.stem) > limit:
+            continue
         try:
             return read(path), complaints
         except ValueError as error:

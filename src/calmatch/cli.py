@@ -96,14 +96,18 @@ def _train(words: list[str]) -> None:
     """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
     options = _train_options(words)
     from calmatch import parallel
-    from calmatch.api import train
+    from calmatch.api import train_seeds
     from calmatch.report.console import show
 
     _use_root(options.data_root)
-    run = train(options.run, options.out, quiet=options.quiet)
+    if options.together < 1:
+        raise ValueError("--together must be at least 1.")
+    seeds = range(options.run.seed, options.run.seed + options.together)
+    runs = train_seeds(options.run, seeds, options.out, quiet=options.quiet)
     if not options.quiet and parallel.first():
-        show([run])
-        print(f"Run folder: {run.folder}\nReport:     {run.folder / 'report.html'}")
+        show(runs)
+        for run in runs:
+            print(f"Run folder: {run.folder}\nReport:     {run.folder / 'report.html'}")
 
 
 def _train_options(words: list[str]) -> Any:

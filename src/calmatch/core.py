@@ -117,17 +117,28 @@ class Method(nn.Module):
 
 
 def apart(net: nn.Module, *views: Tensor, grad: Sequence[bool] | None = None) -> list[Output]:
-    """One net call over all views together, one Output each; `grad=False` detaches a view's."""
-    together: Output = net(torch.cat(views))
+    """One net call over all views together, one Output each; `grad=False` detaches a view's.
+
+    A network that says `separable` (its rows do not influence each other) computes the detached
+    views in a call of their own, without the backward pass that nobody would use.
+    """
+    keep = [True] * len(views) if grad is None else list(grad)
+    if getattr(net, "separable", False) and not all(keep) and any(keep):
+        with torch.no_grad():
+            aside = iter(_called(net, [v for v, kept in zip(views, keep, strict=True) if not kept]))
+        main = iter(_called(net, [v for v, kept in zip(views, keep, strict=True) if kept]))
+        return [next(main) if kept else next(aside) for kept in keep]
+    return [
+        out if kept else Output(out.logits.detach(), out.features.detach())
+        for out, kept in zip(_called(net, views), keep, strict=True)
+    ]
+
+
+def _called(net: nn.Module, views: Sequence[Tensor]) -> list[Output]:
+    together: Output = net(torch.cat(list(views)))
     sizes = [len(view) for view in views]
     split = zip(together.logits.split(sizes), together.features.split(sizes), strict=True)
-    outputs = [Output(logits, features) for logits, features in split]
-    if grad is None:
-        return outputs
-    return [
-        out if keep else Output(out.logits.detach(), out.features.detach())
-        for out, keep in zip(outputs, grad, strict=True)
-    ]
+    return [Output(logits, features) for logits, features in split]
 
 
 @contextmanager

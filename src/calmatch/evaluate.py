@@ -19,7 +19,50 @@ from calmatch.core import Method
 from calmatch.data.resident import Source
 
 
-@torch.inference_mode()
+class Predictor:
+    """Predicts pictures with a network, many times while it learns or once when it has.
+
+    Exact by default. `bf16` computes like a bfloat16 run does; `compiled` pays where the same
+    pictures are predicted again and again.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        method: Method,
+        statistics: tuple[Sequence[float], Sequence[float]],
+        batch: int,
+        *,
+        bf16: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.net, self.method, self.batch, self.bf16 = net, method, batch, bf16
+        weight = next(net.parameters())
+        self.mean, self.std = (
+            torch.tensor(v, device=weight.device, dtype=weight.dtype) for v in statistics
+        )
+        self.compiled = compiled
+        self.forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Source) -> Tensor:
+        """Log-probabilities [N, C] in float32 on the CPU."""
+        training = self.net.training
+        self.net.eval()
+        found = []
+        for some in pictures.batches(self.batch):
+            missing = self.batch - len(some) if self.compiled else 0  # one shape, one graph
+            full = torch.cat([some, some.new_zeros(missing, *some.shape[1:])]) if missing else some
+            found.append(self.forward(full)[: len(some)])
+        self.net.train(training)
+        return torch.cat(found).cpu()
+
+    def _forward(self, pictures: Tensor) -> Tensor:
+        images = normalise(pictures, self.mean, self.std)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.method.predict(self.net, images).float()
+
+
 def predict(
     net: nn.Module,
     method: Method,
@@ -27,17 +70,8 @@ def predict(
     statistics: tuple[Sequence[float], Sequence[float]],
     batch: int,
 ) -> Tensor:
-    """Log-probabilities [N, C] in float32 on the CPU."""
-    training = net.training
-    net.eval()
-    dtype = next(net.parameters()).dtype
-    mean, std = (torch.tensor(v, device=pictures.device, dtype=dtype) for v in statistics)
-    found = []
-    for some in pictures.batches(batch):
-        images = normalise(some, mean, std)
-        found.append(method.predict(net, images).float())
-    net.train(training)
-    return torch.cat(found).cpu()
+    """Exact log-probabilities [N, C] in float32 on the CPU."""
+    return Predictor(net, method, statistics, batch)(pictures)
 
 
 def measure(log_probs: Tensor, labels: Tensor, resamples: int = 0) -> dict[str, metrics.Interval]:

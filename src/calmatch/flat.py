@@ -83,24 +83,18 @@ class Flat:
     def advance(self) -> None:
         """One optimizer step from the gradients there are, and the averages' step after it."""
         grads = [part.gradients() for part in self.parts]
-        rates = torch.stack([*self.lrs, torch.zeros_like(self.lrs[0])])
-        scale = _clipping(grads, self.clip) if self.clip else None
+        rates = torch.stack([*self.lrs, torch.zeros_like(self.lrs[0])]).double()
+        keep, scale = 1 - rates * self.decay, _clipping(grads, self.clip) if self.clip else None
         self.step += 1
         for part, grad in zip(self.parts, grads, strict=True):
-            more = (self.step, part.second) if self.adam else (self.beta,)
-            self.update(
-                part.exact,
-                part.first,
-                part.low,
-                part.mean,
-                grad,
-                part.group,
-                rates,
-                self.decay,
-                scale,
-                1 - self.momentum,
-                *more,
-            )
+            pull = 1 - self.momentum
+            long = (part.exact, part.low, part.mean, grad, part.group, scale, pull)
+            if self.adam:
+                root = (1 - 0.999 ** self.step.double()).sqrt()
+                rate = rates / (1 - 0.9 ** self.step.double())
+                self.update(*long, keep, rate, root, part.first, part.second)
+            else:
+                self.update(*long, self.decay, rates, part.first, self.beta)
         for mean, value in self.others:
             mean.copy_(value) if not mean.is_floating_point() else mean.lerp_(
                 value, 1 - self.momentum
@@ -151,7 +145,7 @@ class _Part:
             held = [
                 state.get(name, torch.zeros_like(p)) for state, p in zip(states, exact, strict=True)
             ]
-            moments.append(_gather(held))
+            moments.append(torch.cat([_flat(t, p) for t, p in zip(held, exact, strict=True)]))
             for state, view in zip(states, _views(moments[-1], exact), strict=True):
                 state[name] = view
         if adam:
@@ -238,30 +232,24 @@ def _clipping(grads: Sequence[Tensor], clip: float) -> Tensor:
 
 def _adam(
     exact: Tensor,
-    first: Tensor,
     low: Tensor | None,
     mean: Tensor | None,
     grad: Tensor,
     group: Tensor,
-    rates: Tensor,
-    decay: Tensor,
     scale: Tensor | None,
     pull: float,
-    step: Tensor,
+    keep: Tensor,
+    rate: Tensor,
+    root: Tensor,
+    first: Tensor,
     second: Tensor,
 ) -> None:
     """AdamW as torch computes it, over one long tensor."""
-    g = grad.to(exact.dtype)
-    if scale is not None:
-        g = g * scale.to(g.dtype)
-    place = group.long()
-    lr, wd = rates.to(exact.dtype)[place], decay.to(exact.dtype)[place]
+    g, place, kind = _scaled(grad, scale, exact.dtype), group.long(), exact.dtype
     m = first + (g - first) * (1 - 0.9)
     v = second * 0.999 + (1 - 0.999) * g * g
-    wide = step.to(torch.float64)
-    shrink = (1 - 0.9**wide).to(exact.dtype)
-    root = (1 - 0.999**wide).sqrt().to(exact.dtype)
-    w = exact * (1 - lr * wd) - lr / shrink * m / (v.sqrt() / root + 1e-8)
+    w = exact * keep.to(kind)[place]
+    w = w - rate.to(kind)[place] * m / (v.sqrt() / root.to(kind) + 1e-8)
     first.copy_(m)
     second.copy_(v)
     _store(w, exact, low, mean, pull)
@@ -269,28 +257,28 @@ def _adam(
 
 def _sgd(
     exact: Tensor,
-    first: Tensor,
     low: Tensor | None,
     mean: Tensor | None,
     grad: Tensor,
     group: Tensor,
-    rates: Tensor,
-    decay: Tensor,
     scale: Tensor | None,
     pull: float,
+    decay: Tensor,
+    rate: Tensor,
+    first: Tensor,
     beta: float,
 ) -> None:
     """SGD with Nesterov momentum as torch computes it, over one long tensor."""
-    g = grad.to(exact.dtype)
-    if scale is not None:
-        g = g * scale.to(g.dtype)
-    place = group.long()
-    lr, wd = rates.to(exact.dtype)[place], decay.to(exact.dtype)[place]
-    g = g + wd * exact
+    place, kind = group.long(), exact.dtype
+    g = _scaled(grad, scale, kind) + decay.to(kind)[place] * exact
     m = beta * first + g
-    w = exact - lr * (g + beta * m if beta else g)
+    w = exact - rate.to(kind)[place] * (g + beta * m if beta else g)
     first.copy_(m)
     _store(w, exact, low, mean, pull)
+
+
+def _scaled(grad: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
+    return grad.to(kind) if scale is None else grad.to(kind) * scale.to(kind)
 
 
 def _store(w: Tensor, exact: Tensor, low: Tensor | None, mean: Tensor | None, pull: float) -> None:

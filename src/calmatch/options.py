@@ -72,6 +72,8 @@ class TrainOptions:
     run: Annotated[Config, tyro.conf.arg(name="")]
     out: Path | None = None
     """The run folder; the same line again continues it."""
+    together: int = 1
+    """Train this many seeds side by side on one device, from --seed on; a folder each in --out."""
     data_root: Path | None = None
     """Where datasets are; also CALMATCH_DATA."""
     config: Path | None = None

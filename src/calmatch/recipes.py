@@ -53,7 +53,7 @@ def _usb(method: str, weak: str, **settings: Any) -> Config:
         log_every=256,
         eval_every=2_048,
         checkpoint_every=2_048,
-        chunk=64,
+        chunk=256,
     )
     return config.replace(**settings)
 

@@ -32,6 +32,7 @@ FREE = (
     "memory",
     "workers",
 )  # may change when a run is continued
+OFTEN = 20  # evaluations in a run from which compiling them pays
 VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 
 
@@ -133,14 +134,25 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def measure(config: Config, parts: Parts) -> dict[str, dict[str, float]]:
+def predictor(config: Config, parts: Parts) -> evaluate.Predictor:
+    """For the evaluations of a run that goes on: as fast as it trains, compiled where it pays."""
+    cuda = parts.device.type == "cuda"
+    often = config.eval_every > 0 and config.steps / config.eval_every >= OFTEN
+    return evaluate.Predictor(
+        parts.judged,
+        parts.method,
+        parts.statistics,
+        config.eval_batch,
+        bf16=config.precision == "bf16",
+        compiled=cuda and often and config.compile is not False,
+    )
+
+
+def measure(parts: Parts, predict: evaluate.Predictor) -> dict[str, dict[str, float]]:
     """Metrics of the weights of now on each set."""
     values = {}
     for split, (pictures, labels) in parts.sets.items():
-        log_probs = evaluate.predict(
-            parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
-        )
-        found = evaluate.measure(log_probs, labels)
+        found = evaluate.measure(predict(pictures), labels)
         values[split] = {metric: item.value for metric, item in found.items()}
     return values
 

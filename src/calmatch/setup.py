@@ -76,6 +76,8 @@ def prepare(config: Config) -> Parts:
     method, net = _model(config, labels[rows["labelled"]], len(chosen.unlabelled), dataset, device)
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     net, method = net.to(device, dtype), method.to(device, dtype)
+    if device.type == "cuda" and sum(isinstance(m, nn.Conv2d) for m in net.modules()) > 1:
+        net = net.to(memory_format=torch.channels_last)  # what its convolutions compute in
     momentum = method.ema if config.ema is None else config.ema
     ema = copy.deepcopy(net).requires_grad_(False) if momentum else net
     labelled_loss, unlabelled_loss = losses_of(config, method, len(dataset.classes))

@@ -6,8 +6,8 @@ import copy
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calmatch import checkpoint, log, optim, parallel, results
+from calmatch import checkpoint, evaluate, log, optim, parallel, results
 from calmatch import config as configs
 from calmatch.capture import Captured
 from calmatch.config import Config
@@ -42,6 +42,7 @@ class Training:
     parts: Parts
     objective: nn.Module
     optimizer: torch.optim.Optimizer
+    predict: evaluate.Predictor
     step: int = 0
     sums: log.Sums = field(default_factory=log.Sums)
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -97,8 +98,10 @@ class Training:
         self.best_value, self.best_step = note["best"], note["best_step"]
         for name, parameter in self.parts.net.named_parameters():
             # fused steps keep their step count on the parameter's device
-            if own := _under(f"optimizer/{name}/", held):
-                self.optimizer.state[parameter] = own
+            own = _under(f"optimizer/{name}/", held)
+            for key, value in own.items():  # moments lie in memory as their weights do
+                like = parameter.detach() if value.shape == parameter.shape else value
+                self.optimizer.state[parameter][key] = torch.empty_like(like).copy_(value)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,66 +121,115 @@ def follow(ema: nn.Module, net: nn.Module, momentum: float) -> None:
 
 def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> results.Run:
     """Train one run into its folder, or continue or return the one that is there."""
-    configs.check(config)
-    folder = Path(out) if out is not None else Path("runs") / results.name(config)
-    with parallel.started(pick_device(config.device)), results.held(folder):
-        if run := results.finished(folder, config):
-            log.tell(f"{folder} is finished already.", quiet)
-            return run
-        with torch.random.fork_rng(), _signals() as asked:
-            return _train(config, folder, quiet, asked)
+    return together([config], [out], quiet=quiet)[0]
 
 
-def _train(config: Config, folder: Path, quiet: bool, asked: list[int]) -> results.Run:
+def together(
+    settings: Sequence[Config], outs: Sequence[Path | str | None], *, quiet: bool = False
+) -> list[results.Run]:
+    """Train runs that differ in their seeds only side by side on one device, each as if alone."""
+    for config in settings:
+        configs.check(config)
+    if len({config.replace(seed=0, split_seed=0) for config in settings}) > 1:
+        raise ValueError("Runs that are trained together may differ in seed and split_seed only.")
+    folders = [
+        Path(out) if out is not None else Path("runs") / results.name(config)
+        for config, out in zip(settings, outs, strict=True)
+    ]
+    if len(set(folders)) < len(folders):
+        raise ValueError("Runs that are trained together need a folder each.")
+    with ExitStack() as stack:
+        stack.enter_context(parallel.started(pick_device(settings[0].device)))
+        for folder in folders:
+            stack.enter_context(results.held(folder))
+        left = []
+        for config, folder in zip(settings, folders, strict=True):
+            if results.finished(folder, config):
+                log.tell(f"{folder} is finished already.", quiet)
+            else:
+                left.append((config, folder))
+        if left:
+            with torch.random.fork_rng(), _signals() as asked:
+                _train(left, quiet, asked)
+        return [results.load(folder) for folder in folders]
+
+
+def _train(left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int]) -> None:
+    runs = [_begin(config, folder, quiet) for config, folder in left]
+    folders = [folder for _, folder in left]
+    config, parts = runs[0].config, runs[0].parts
+    kept = _resume(runs, folders, quiet)
+    advance = _engine(runs, quiet)
+    every = config.checkpoint_every or max(1, config.steps // 10)
+    title = parts.title + (f" x {len(runs)}" if len(runs) > 1 else "")
+    with ExitStack() as stack:
+        lines = [stack.enter_context(log.Lines(*each)) for each in zip(folders, kept, strict=True)]
+        writers = [stack.enter_context(checkpoint.Writer(f / "checkpoint")) for f in folders]
+        bar = stack.enter_context(log.Bar(title, config.steps, runs[0].step, quiet))
+        while (step := runs[0].step) < config.steps:
+            advance()
+            step += 1
+            bar.update(step)
+            stop = bool(asked)
+            for run, book, writer in zip(runs, lines, writers, strict=True):
+                if due(step, config.log_every, config.steps):
+                    _log(run, book, bar)
+                if due(step, config.eval_every, config.steps):
+                    _evaluate(run, book, bar)
+                if due(step, every, config.steps) or stop:
+                    _save(run, writer, book)
+            if stop and step < config.steps:
+                raise Stopped(asked[0])
+    for run, folder in zip(runs, folders, strict=True):
+        results.finish(folder, run.config, run.parts, run.best, run.best_step, quiet)
+    if asked:
+        raise Stopped(asked[0])
+
+
+def _begin(config: Config, folder: Path, quiet: bool) -> Training:
     parts = prepare(config)
     if config.frozen:
         parts = freeze(config, parts, quiet).parts(parts.split)
     results.begin(folder, config, parts)
     for line in parts.notes:
         log.tell(line, quiet)
-    run = _start(config, parts)
-    found, complaints = checkpoint.newest(folder / "checkpoint")
-    keep = 0
-    if found:
-        run.restore(*found)
-        keep = int(found[1]["lines"])
-        complaints.append(f"Continuing {folder} at step {run.step:,}.")
-    for line in complaints:
-        log.tell(line, quiet)
-    title = parts.title
-    advance = _engine(run, quiet)
-    with (
-        log.Lines(folder, keep) as lines,
-        log.Bar(title, config.steps, run.step, quiet) as bar,
-        checkpoint.Writer(folder / "checkpoint") as writer,
-    ):
-        while run.step < config.steps:
-            advance()
-            bar.update(run.step)
-            if due(run.step, config.log_every, config.steps):
-                _log(run, lines, bar)
-            if due(run.step, config.eval_every, config.steps):
-                _evaluate(run, lines, bar)
-            every = config.checkpoint_every or max(1, config.steps // 10)
-            if due(run.step, every, config.steps) or asked:
-                _save(run, writer, lines)
-            if asked and run.step < config.steps:
-                raise Stopped(asked[0])
-    done = results.finish(folder, config, parts, run.best, run.best_step, quiet)
-    if asked:
-        raise Stopped(asked[0])
-    return done
+    return _start(config, parts)
 
 
-def _engine(run: Training, quiet: bool) -> Callable[[], None]:
+def _resume(runs: Sequence[Training], folders: Sequence[Path], quiet: bool) -> list[int]:
+    """Take up checkpoints of the same step; how much of each metrics.jsonl they cover."""
+    limit = None
+    while True:
+        read = [checkpoint.newest(folder / "checkpoint", limit) for folder in folders]
+        steps = [int(found[1]["step"]) if found else 0 for found, _ in read]
+        if len(set(steps)) == 1:
+            break
+        limit = min(steps)  # a kill between two saves: the slower one decides
+    kept = []
+    for run, folder, (found, complaints) in zip(runs, folders, read, strict=True):
+        if found:
+            run.restore(*found)
+            complaints.append(f"Continuing {folder} at step {run.step:,}.")
+        kept.append(int(found[1]["lines"]) if found else 0)
+        for line in complaints:
+            log.tell(line, quiet)
+    return kept
+
+
+def _engine(runs: Sequence[Training], quiet: bool) -> Callable[[], None]:
     """How a step is made: replayed from one captured graph on a CUDA device, else step by step."""
-    wanted = run.config.engine
-    able = run.parts.device.type == "cuda" and parallel.world() == 1
+    wanted = runs[0].config.engine
+    able = runs[0].parts.device.type == "cuda" and parallel.world() == 1
     if wanted == "captured" and not able:
         raise ValueError("engine=captured needs one CUDA device; use --engine auto.")
     if able and wanted != "eager":
-        return Captured(run, quiet).advance
-    return lambda: run.advance(run.parts.batches[run.step])
+        return Captured(runs, quiet).advance
+
+    def advance() -> None:
+        for run in runs:
+            run.advance(run.parts.batches[run.step])
+
+    return advance
 
 
 def due(step: int, every: int, total: int) -> bool:
@@ -196,7 +248,7 @@ def _start(config: Config, parts: Parts) -> Training:
         parts.net, config.lr, config.weight_decay, config.layer_decay, parts.method.optim
     )
     optimizer = optim.build(config.optimizer, groups, config.momentum, parts.device)
-    return Training(config, parts, objective, optimizer)
+    return Training(config, parts, objective, optimizer, results.predictor(config, parts))
 
 
 def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
@@ -210,7 +262,7 @@ def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
 
 def _evaluate(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     """Measure the weights of now; keep them if they are the best so far where that is asked."""
-    measured = results.measure(run.config, run.parts)
+    measured = results.measure(run.parts, run.predict)
     for split, values in measured.items():
         lines.write({"step": run.step, "kind": split, **values})
         bar.note(values)

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Generator, Tensor
 
+from calmatch.ops import sent
+
 GREY = (125, 123, 114)  # the colour cutout leaves
 
 
@@ -81,7 +83,7 @@ def cutout(images: Tensor, generator: Generator, share: float = 0.5) -> Tensor:
     x = torch.arange(width, device=images.device)
     y = torch.arange(height, device=images.device)[:, None]
     inside = (x >= left) & (x <= left + side) & (y >= top) & (y <= top + side) & (side > 0)
-    colour = images.new_tensor(GREY)[:, None, None]
+    colour = sent(torch.tensor(GREY, dtype=images.dtype), images.device)[:, None, None]
     return torch.where(inside, colour, images)
 
 

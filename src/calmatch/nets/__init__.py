@@ -40,6 +40,8 @@ class Net(nn.Module):
         self.body = body
         self.heads = nn.ModuleDict(dict(heads))
         self.bf16 = bf16
+        norms = nn.modules.batchnorm._BatchNorm
+        self.separable = not any(isinstance(module, norms) for module in body.modules())
 
     def forward(self, images: Tensor) -> Output:
         if not (self.bf16 and self.training):
