@@ -15,7 +15,7 @@ from scipy import optimize, stats
 from sklearn.isotonic import IsotonicRegression
 
 from calmatch import metrics, posthoc
-from calmatch.posthoc.conformal import scores
+from calmatch.posthoc.sets import scores
 
 KINDS = sorted(posthoc.SCALINGS)
 
@@ -182,6 +182,7 @@ def test_a_table_temperature_is_blind_to_a_pictures_own_label():
         {"kind": "vector", "factor": [1.0, 1e300], "shift": [0, 0]},
         {"kind": "isotonic", "odds": [1.0, 0.0], "right": [0.1, 0.2]},
         {"kind": "isotonic", "odds": [0.0, 1.0], "right": [0.0, 1.0]},
+        {"kind": "isotonic", "odds": [0.0, 1e-300], "right": [0.1, 0.9]},
         {"kind": "isotonic", "odds": [], "right": []},
         {"kind": "identity", "x": 1},
     ],

@@ -20,23 +20,28 @@ from torch import Tensor
 KEEP = 2  # checkpoints on disk: the newest, and one to fall back on
 
 
-def write(path: Path, data: bytes | str) -> None:
-    """Write a file so that its name never shows half of it, even across a power cut."""
-    raw = data.encode() if isinstance(data, str) else data
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """Another name to write to; it becomes `path` when the block ends well, and vanishes else."""
+    other = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with draft.open("wb") as file:
-            file.write(raw)
-            file.flush()
+        yield other
+        with other.open("rb") as file:
             os.fsync(file.fileno())
-        draft.replace(path)
+        other.replace(path)
     finally:
-        draft.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write(path: Path, data: bytes | str) -> None:
+    """Write a file so that its name never shows half of it, even across a power cut."""
+    with draft(path) as other:
+        other.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def write_json(path: Path, content: Any) -> None:

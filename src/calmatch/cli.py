@@ -184,6 +184,44 @@ def _evaluate(words: list[str]) -> None:
         print("Leaky: these weights were chosen on the test set, as the paper and USB do.")
 
 
+def _predict(words: list[str]) -> None:
+    """A model on pictures: class, calibrated confidence, set, sure or not; CSV or Parquet."""
+    from calmatch.options import PredictOptions
+
+    options = _parse(PredictOptions, words, "predict")
+    from calmatch import model
+    from calmatch.predict import predict
+    from calmatch.setup import pick_device
+
+    predict(
+        model.load(options.model, device=pick_device(options.device), trust=options.trust),
+        options.pictures,
+        options.out,
+        batch=options.batch,
+        workers=options.workers,
+        strict=options.strict,
+        engine=options.engine,
+        address=options.address,
+        quiet=options.quiet,
+    )
+
+
+def _export(words: list[str]) -> None:
+    """A model as one file, ONNX or PT2: bytes in, calibrated probabilities out."""
+    from calmatch.options import ExportOptions
+
+    options = _parse(ExportOptions, words, "export")
+    from calmatch import export, model
+
+    path = export.export(
+        model.load(options.run, trust=options.trust),
+        options.out or options.run / f"model.{options.to}",
+        options.to,
+    )
+    if not options.quiet:
+        print(f"Exported: {path}")
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -218,6 +256,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,
+    "predict": _predict,
+    "export": _export,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),

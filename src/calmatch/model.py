@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,8 +54,7 @@ class Model:
             )
         device = self.network.mean.device
         found = [torch.empty(0, len(self.classes))]
-        # TF32 convolutions differ from the CPU's by 1e-3
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with _full_precision():
             for some in images.split(batch):
                 found.append(self.network(some.to(device)).float().cpu())
         return torch.cat(found)
@@ -86,6 +86,17 @@ class Model:
         inside = self.conformal.sets(probs).gather(1, order)
         for ids, kept in zip(order, inside, strict=True):
             yield tuple(self.classes[k] for k in ids[kept].tolist())
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Convolutions without TF32, which differs from the CPU by 1e-3."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def load(folder: Path | str, *, device: str | torch.device = "cpu", trust: bool = False) -> Model:

@@ -55,7 +55,7 @@ def write(folder: Path, network: nn.Module, memory: Method | None = None, **entr
     held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     checkpoint.write(folder / "model.safetensors", safetensors.torch.save(held))
     later = dict.fromkeys(SECOND) | {"provenance": {}, "licence": LICENCE}
-    checkpoint.write_json(folder / "model.json", {"format": FORMAT, **later, **entries})
+    checkpoint.write_json(folder / "model.json", {"format": FORMAT} | entries | later | entries)
 
 
 def read_note(path: Path) -> dict[str, Any]:
@@ -87,7 +87,8 @@ def _fine_classes(names: Any) -> bool:
     return (
         isinstance(names, list)
         and 2 <= len(names) <= LARGEST["classes"]
-        and all(isinstance(name, str) and len(name) <= LARGEST["name"] for name in names)
+        and all(isinstance(name, str) and 0 < len(name) <= LARGEST["name"] for name in names)
+        and all(name.encode(errors="ignore").decode() == name for name in names)  # no surrogates
         and len(set(names)) == len(names)
     )
 

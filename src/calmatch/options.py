@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -115,3 +115,47 @@ class ReportOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path | None = None
     """The page; by default report.html in the first run folder."""
+
+
+@dataclass
+class PredictOptions:
+    """Answers for pictures: a table with the columns file, label, confidence, set, sure."""
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    """A run folder."""
+    pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
+    """A folder (and those in it), a .zip, or one picture."""
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
+    """A .csv or .parquet file."""
+    strict: bool = False
+    """Stop at a file that cannot be decoded; by default such files are listed and skipped."""
+    batch: int = 256
+    """Pictures computed at once."""
+    workers: int = 0
+    """Threads that decode pictures; 0: one for each core."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    engine: Literal["local", "ray"] = "local"
+    """ray spreads the work over a cluster whose nodes all see the pictures."""
+    address: str | None = None
+    """The Ray cluster; by default the one running here, or a new one."""
+    trust: bool = False
+    """Import code that the model names."""
+    quiet: bool = False
+    """No progress bar and no lines."""
+
+
+@dataclass
+class ExportOptions:
+    """A model as one file for other programs: bytes in, calibrated probabilities out."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run folder."""
+    to: Literal["onnx", "pt2"] = "onnx"
+    """onnx runs anywhere; pt2 is torch.export's own."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """The file; by default model.onnx or model.pt2 in the run folder."""
+    trust: bool = False
+    """Import code that the model names."""
+    quiet: bool = False
+    """No lines."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from calmatch.posthoc.conformal import Conformal, conformal, load_conformal
 from calmatch.posthoc.scaling import (
     SCALINGS,
     Scaling,
@@ -15,7 +14,8 @@ from calmatch.posthoc.scaling import (
     temperature_scaled,
     vector,
 )
-from calmatch.posthoc.selective import Selective, load_selective, needed, selective
+from calmatch.posthoc.sets import Conformal, conformal, load_conformal
+from calmatch.posthoc.sure import Selective, load_selective, needed, selective
 
 __all__ = [
     "SCALINGS",

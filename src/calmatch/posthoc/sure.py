@@ -20,7 +20,6 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from calmatch.posthoc.scaling import numbers
 
@@ -81,15 +80,19 @@ def selective(
     if k == 0:
         missing = max(0, needed(accuracy, certainty) - n)
         return Selective(None, 0.0, 0.0, n, missing, accuracy, certainty, cross_fitted)
+    from scipy import special
+
     order = np.argsort(-c, kind="stable")[:k]
     hits = int(r[order].sum())
-    bound = float(stats.beta.ppf(1 - certainty, hits, k - hits + 1))
+    bound = float(special.betaincinv(hits, k - hits + 1, 1 - certainty))
     threshold = float(c[order[-1]])
     return Selective(threshold, k / n, bound, n, 0, accuracy, certainty, cross_fitted)
 
 
 def _reached(confidence: Any, wrong: Any, error: float, doubt: float) -> int:
     """How many of the most confident labels the walks get to; 0: nowhere."""
+    from scipy import special
+
     n = len(confidence)
     starts = _starts(n, error, doubt)
     if not starts:
@@ -99,7 +102,7 @@ def _reached(confidence: Any, wrong: Any, error: float, doubt: float) -> int:
     last = np.append(ordered[1:] != ordered[:-1], True)  # tied labels are answered together
     ks = np.flatnonzero(last) + 1
     errors = np.cumsum(wrong[order])[ks - 1]
-    passed = stats.binom.cdf(errors, ks, error) <= doubt / len(starts)
+    passed = special.bdtr(errors, ks, error) <= doubt / len(starts)
     furthest = 0
     for start in starts:
         first = int(np.searchsorted(ks, start))

@@ -1,0 +1,156 @@
+"""A model as one ONNX or PT2 file: bytes in, calibrated probabilities out, checked when made."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calmatch import __version__, checkpoint
+from calmatch.model import Model
+
+TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilities`
+BEFORE = (
+    "As calmatch.data.files.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
+    "{size} by Pillow's bilinear filter (antialiased), keeping the aspect; {size} x {size} cut out "
+    "of the centre; uint8 [N, 3, {size}, {size}]. Normalisation and calibration are in the model."
+)
+
+
+class Calibrated(nn.Module):
+    """The whole of it: uint8 pictures [N, 3, size, size] to calibrated probabilities [N, C]."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.network, self.calibration = model.network, model.calibration
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.calibration(self.network(images)).exp()
+
+
+def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
+    """Write the model for another program; a file that disagrees with the model is not written.
+
+    Args:
+        model: from `calmatch.load_model`.
+        path: the file.
+        to: `onnx` or `pt2`.
+    """
+    path = Path(path)
+    if to not in ("onnx", "pt2"):
+        raise ValueError(f"There is no export to {to!r}; known: onnx, pt2.")
+    if not path.parent.is_dir() or path.is_dir():
+        raise ValueError(f"{path} cannot be written: its folder is not there, or it is a folder.")
+    model.to("cpu")
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 3, model.size, model.size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    data = (_onnx if to == "onnx" else _pt2)(model, images)
+    check(data, to, model, images)
+    checkpoint.write(path, data)
+    return path
+
+
+def about(model: Model) -> dict[str, str]:
+    """What a program needs to know, as texts; everything but the preprocessing is JSON."""
+    promises = {key: model.note.get(key) for key in ("calibration", "conformal", "selective")}
+    facts = {
+        "classes": list(model.classes),
+        "size": model.size,
+        **promises,
+        "provenance": model.provenance,
+        "licence": model.note.get("licence"),
+        "calmatch": __version__,
+    }
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()}
+    return {"preprocessing": BEFORE.format(size=model.size), **texts}
+
+
+def check(data: bytes, to: str, model: Model, images: Tensor) -> None:
+    """Refuse a file whose probabilities differ from the model's, for one picture or several."""
+    run = (_run_onnx if to == "onnx" else _run_pt2)(data)
+    for some in (images, images[:1]):
+        away = float((run(some) - model.probabilities(some)).abs().max())
+        if not away <= TOLERANCE:
+            raise ValueError(
+                f"The {to} file differs from the model by {away:.1e}, so it is not kept; "
+                f"please report this with the network's name."
+            )
+
+
+def _exported(model: Model, images: Tensor) -> Any:
+    number = torch.export.Dim("pictures", min=1)
+    with _silent():
+        return torch.export.export(
+            Calibrated(model).eval(), (images,), dynamic_shapes={"images": {0: number}}
+        )
+
+
+def _pt2(model: Model, images: Tensor) -> bytes:
+    packed = io.BytesIO()
+    with _silent():
+        torch.export.save(_exported(model, images), packed, extra_files=about(model))
+    return packed.getvalue()
+
+
+def _run_pt2(data: bytes) -> Any:
+    with _silent():
+        return torch.export.load(io.BytesIO(data)).module()
+
+
+def _onnx(model: Model, images: Tensor) -> bytes:
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
+        ) from error
+    with _silent():
+        program = torch.onnx.export(
+            _exported(model, images),
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["probabilities"],
+        )
+    assert program is not None
+    proto = program.model_proto
+    for key, value in about(model).items():
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = key, value
+    if proto.ByteSize() >= 1 << 31:
+        raise ValueError("ONNX files end at 2 GB, and this model is larger; use --to pt2.")
+    packed: bytes = proto.SerializeToString()
+    return packed
+
+
+def _run_onnx(data: bytes) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # faults only
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Exporters talk about themselves."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,119 @@
+"""`calmatch export`: other runtimes give the probabilities of the model, calibration included."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from calmatch import export, model, posthoc, trainer
+from conftest import calmatch, write_model
+from test_model import FAMILIES, pictures
+
+onnxruntime = pytest.importorskip("onnxruntime")
+
+
+def run(path, to: str, images: torch.Tensor) -> torch.Tensor:
+    """As somebody without calmatch would."""
+    if to == "onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return torch.from_numpy(session.run(["probabilities"], {"images": images.numpy()})[0])
+    return torch.export.load(path).module()(images)
+
+
+def calibrated(folder, kind: str, size: int) -> model.Model:
+    """A model whose calibration does something."""
+    logits = model.load(folder).logits(pictures(120, size, seed=1))
+    truth = torch.where(torch.arange(120) % 3 == 0, logits.argsort(1)[:, -2], logits.argmax(1))
+    model.save_calibration(folder, posthoc.SCALINGS[kind](logits, truth))
+    return model.load(folder)
+
+
+def same(folder, to: str, loaded: model.Model) -> None:
+    path = export.export(loaded, folder / f"model.{to}", to)
+    for n in (1, 2, 9):
+        images = pictures(n, loaded.size, seed=n)
+        found, expected = run(path, to, images), loaded.probabilities(images)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert not list(folder.glob(".*.part"))
+
+
+def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
+    write_model(tmp_path, "tiny", 4, 8)
+    same(tmp_path, "onnx", calibrated(tmp_path, "isotonic", 8))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (taken,), (given,) = session.get_inputs(), session.get_outputs()
+    assert (taken.name, taken.type, taken.shape[1:]) == ("images", "tensor(uint8)", [3, 8, 8])
+    assert isinstance(taken.shape[0], str)
+    assert (given.name, given.shape[1]) == ("probabilities", 4)
+    facts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["classes"]) == [f"class {k}" for k in range(4)]
+    assert json.loads(facts["calibration"])["kind"] == "isotonic"
+    assert json.loads(facts["provenance"]) == {"seed": 5}
+    assert "shorter side resized to 8" in facts["preprocessing"]
+
+
+def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
+    write_model(tmp_path, "tiny", 4, 8)
+    same(tmp_path, "pt2", calibrated(tmp_path, "vector", 8))
+    extra = {"classes": "", "preprocessing": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    assert json.loads(extra["classes"]) == [f"class {k}" for k in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(posthoc.SCALINGS))
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+def test_every_kind_of_calibration_is_exported(tmp_path, kind, to):
+    write_model(tmp_path, "tiny", 4, 8)
+    loaded = calibrated(tmp_path, kind, 8)
+    raw = loaded.logits(pictures(50, 8)).softmax(1)
+    moved = (loaded.probabilities(pictures(50, 8)) - raw).abs().max()
+    assert (moved > 0.01) == (kind != "identity")
+    same(tmp_path, to, loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("net", "size"), FAMILIES[1:])
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+def test_every_family_of_networks_is_exported(tmp_path, net, size, to):
+    write_model(tmp_path, net, 5, size)
+    same(tmp_path, to, calibrated(tmp_path, "isotonic", size))
+
+
+@pytest.mark.slow
+def test_a_method_with_an_own_way_to_predict_is_exported_with_it(tiny, tmp_path):
+    trainer.train(tiny("bam"), tmp_path / "run", quiet=True)
+    same(tmp_path / "run", "onnx", model.load(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+def test_the_command_says_where_the_file_is_and_nothing_else(tmp_path, to):
+    write_model(tmp_path, "tiny", 3, 8)
+    done = calmatch("export", tmp_path, "--to", to, "-o", tmp_path / "mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"Exported: {tmp_path / 'mine'}\n"
+    assert run(tmp_path / "mine", to, pictures(2, 8)).shape == (2, 3)
+
+
+def test_a_file_that_disagrees_with_the_model_is_not_written(tmp_path, monkeypatch):
+    write_model(tmp_path, "tiny", 3, 8)
+    loaded = model.load(tmp_path)
+    for wrong in (0.001, np.nan):
+        fake = lambda data, wrong=wrong: lambda images: loaded.probabilities(images) + wrong  # noqa: E731
+        monkeypatch.setattr(export, "_run_pt2", fake)
+        with pytest.raises(ValueError, match="differs from the model"):
+            export.export(loaded, tmp_path / "model.pt2", "pt2")
+    assert not (tmp_path / "model.pt2").exists()
+
+
+def test_mistakes_are_one_sentence(tmp_path):
+    write_model(tmp_path, "tiny", 3, 8)
+    loaded = model.load(tmp_path)
+    with pytest.raises(ValueError, match="no export to 'tflite'"):
+        export.export(loaded, tmp_path / "x", "tflite")
+    with pytest.raises(ValueError, match="cannot be written"):
+        export.export(loaded, tmp_path / "no" / "x.onnx")

@@ -1,0 +1,327 @@
+"""`calmatch predict`: every picture answered, odd files survived, the table whole or absent."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from calmatch import cli, model, posthoc, table
+from calmatch.data.files import decode
+from calmatch.predict import predict
+from conftest import ALONE, calmatch, write_model
+
+
+def draw(path: Path, seed: int, size: int = 12) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A model with a calibration, sets and a promise."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, "tiny", 3, 12)
+    loaded = model.load(folder)
+    pixels = [np.random.default_rng(k).integers(0, 256, (3, 12, 12), np.uint8) for k in range(100)]
+    logits = loaded.logits(torch.from_numpy(np.stack(pixels)))
+    scaling = posthoc.Scaling("temperature", {"temperature": 0.05}, 100)
+    probs = scaling(logits).exp()
+    truth = torch.where(torch.arange(100) % 7 == 0, probs.argsort(1)[:, 1], probs.argmax(1))
+    sets = posthoc.conformal(probs, truth, coverage=0.95)
+    point = posthoc.selective(probs.amax(1).sort().values[20:], np.ones(80))
+    model.save_calibration(folder, scaling, sets, point)
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    folder = tmp_path / "photos"
+    for k, name in enumerate(
+        ["b.png", "a.PNG", "sub/c.jpg", "sub/deep/d.webp", "e, f.bmp", "ü|ß.gif"]
+    ):
+        draw(folder / name, k)
+    (folder / "notes.txt").write_text("not a picture")
+    draw(folder / ".hidden" / "x.png", 9)
+    draw(folder / "._b.png", 9)
+    return folder
+
+
+NAMES = ["a.PNG", "b.png", "e, f.bmp", "sub/c.jpg", "sub/deep/d.webp", "ü|ß.gif"]
+
+
+def test_every_picture_is_answered_as_the_model_answers(trained, photos, tmp_path):
+    done = calmatch("predict", trained, photos, "-o", tmp_path / "out.csv")
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "out.csv")
+    assert list(rows[0]) == ["file", "label", "confidence", "set", "sure"]
+    assert [row["file"] for row in rows] == NAMES
+    loaded = model.load(trained)
+    pixels = np.stack([decode((photos / name).read_bytes(), 12) for name in NAMES])
+    answers = loaded.answer(loaded.probabilities(torch.from_numpy(pixels)))
+    for row, answer in zip(rows, answers, strict=True):
+        assert row["label"] == answer.label
+        assert float(row["confidence"]) == pytest.approx(answer.confidence, abs=1e-6)
+        assert table.parted(row["set"]) == answer.set
+        assert row["sure"] == str(answer.sure).lower()
+    assert not list(tmp_path.glob(".*.part"))
+    assert not (tmp_path / "out.csv.skipped.csv").exists()
+    assert "6 pictures" in done.stderr
+
+
+def test_a_zip_a_folder_and_parquet_hold_the_same_rows(trained, photos, tmp_path):
+    import pyarrow.parquet
+
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        for path in sorted(photos.rglob("*")):
+            archive.write(path, path.relative_to(photos))
+        archive.writestr("__MACOSX/b.png", b"junk")
+    loaded = model.load(trained)
+    outs = [tmp_path / name for name in ("folder.csv", "zip.csv", "table.parquet")]
+    for source, out in zip((photos, tmp_path / "photos.zip", photos), outs, strict=True):
+        assert predict(loaded, source, out, batch=2, quiet=True).pictures == 6
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+    found = pyarrow.parquet.read_table(outs[2]).to_pylist()
+    for row, other in zip(read(outs[0]), found, strict=True):
+        assert tuple(other["set"]) == table.parted(row["set"])
+        assert (row["file"], row["label"]) == (other["file"], other["label"])
+        assert float(row["confidence"]) == pytest.approx(other["confidence"], abs=1e-6)
+        assert row["sure"] == str(other["sure"]).lower()
+
+
+def test_one_file_is_enough(trained, photos, tmp_path):
+    found = predict(model.load(trained), photos / "sub" / "c.jpg", tmp_path / "o.csv", quiet=True)
+    assert found.pictures == 1
+    assert [row["file"] for row in read(tmp_path / "o.csv")] == ["c.jpg"]
+
+
+def _spoil(photos: Path) -> dict[str, str]:
+    """Files that cannot be predicted, and a word of the reason."""
+    (photos / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 not really")
+    (photos / "empty.png").write_bytes(b"")
+    whole = (photos / "b.png").read_bytes()
+    (photos / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (photos / "out.png").symlink_to("/etc/hosts")
+    (photos / "lost.png").symlink_to("nowhere.png")
+    (photos / "up").symlink_to("..")
+    os.mkfifo(photos / "pipe.png")
+    (photos / "folder.png").symlink_to("sub")
+    return {
+        "broken.jpg": "decoded",
+        "empty.png": "decoded",
+        "cut.png": "decoded",
+        "out.png": "leaves the folder",
+        "lost.png": "cannot be opened",
+        "pipe.png": "not a regular file",
+        "folder.png": "not a regular file",
+    }
+
+
+def test_files_that_cannot_be_predicted_are_listed_and_skipped(trained, photos, tmp_path, capsys):
+    reasons = _spoil(photos)
+    (photos / "inside.png").symlink_to("sub/c.jpg")
+    predict(model.load(trained), photos, tmp_path / "out.csv", batch=3)
+    assert {row["file"] for row in read(tmp_path / "out.csv")} == {*NAMES, "inside.png"}
+    listed = {row["file"]: row["reason"] for row in read(tmp_path / "out.csv.skipped.csv")}
+    assert set(listed) == set(reasons)
+    assert all(word in listed[name] for name, word in reasons.items())
+    assert "7 files were skipped" in capsys.readouterr().err
+    for name in reasons:
+        (photos / name).unlink()
+    predict(model.load(trained), photos, tmp_path / "out.csv", quiet=True)
+    assert not (tmp_path / "out.csv.skipped.csv").exists()  # the earlier list is not left
+
+
+def test_strict_stops_and_leaves_no_table(trained, photos, tmp_path, capsys):
+    _spoil(photos)
+    (tmp_path / "out.csv").write_text("precious")
+    words = ["predict", trained, photos, "-o", tmp_path / "out.csv", "--strict"]
+    assert cli.main(list(map(str, words))) == 2
+    assert "Leave out --strict" in capsys.readouterr().err
+    assert (tmp_path / "out.csv").read_text() == "precious"
+    assert not list(tmp_path.glob("*.part")) + list(tmp_path.glob(".*.part"))
+
+
+def test_mistakes_are_one_sentence(trained, photos, tmp_path):
+    loaded = model.load(trained)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "x.png").write_bytes(b"x")
+    (tmp_path / "not.zip").write_bytes(b"x")
+    for source, out, change, words in (
+        (tmp_path / "nothing", "o.csv", {}, "There is no"),
+        (tmp_path / "empty", "o.csv", {}, "no pictures in"),
+        (tmp_path / "bad", "o.csv", {}, "No picture in .* can be decoded; x.png"),
+        (tmp_path / "not.zip", "o.csv", {}, "not a zip file"),
+        (Path("/dev/null"), "o.csv", {}, "neither a folder"),
+        (photos, "o.xlsx", {}, "must end in .csv or .parquet"),
+        (photos, "no/such/o.csv", {}, "cannot be written"),
+        (photos, "o.csv", {"batch": 0}, "--batch must be"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            predict(loaded, source, tmp_path / out, quiet=True, **change)
+        assert not (tmp_path / out).exists()
+
+
+def test_hostile_zips_are_read_and_not_believed(trained, photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("calmatch.predict.BIGGEST", 1 << 20)
+    good = (photos / "b.png").read_bytes()
+    path = tmp_path / "evil.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("../../up.png", good)
+        archive.writestr("/root.png", good)
+        archive.writestr("bomb.png", bytes(3 << 20))  # 3 MiB in 3 KiB
+        archive.writestr("=cmd|' /C calc'!A0.png", good)
+        archive.writestr("crc.png", good)
+    data = bytearray(path.read_bytes())
+    place = data.rindex(good[60:90])  # stored deflated as is, since it is noise
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    predict(model.load(trained), path, tmp_path / "o.csv", quiet=True)
+    names = [row["file"] for row in read(tmp_path / "o.csv")]
+    assert names == ["../../up.png", "/root.png", "=cmd|' /C calc'!A0.png"]
+    reasons = {row["file"]: row["reason"] for row in read(tmp_path / "o.csv.skipped.csv")}
+    assert "larger than" in reasons["bomb.png"]
+    assert "crc.png" in reasons
+
+
+def test_a_file_name_that_is_not_unicode_is_shown_in_full(trained, tmp_path):
+    folder = tmp_path / "p"
+    draw(folder / "x.png", 0)
+    odd = os.fsdecode(b"caf\xe9\n.png")
+    try:
+        (folder / "x.png").rename(folder / odd)
+    except OSError:
+        pytest.skip("this file system takes Unicode only")
+    for out in ("o.csv", "o.parquet"):
+        assert predict(model.load(trained), folder, tmp_path / out, quiet=True).pictures == 1
+    assert read(tmp_path / "o.csv")[0]["file"] == "caf\\xe9\n.png"
+
+
+def test_without_a_promise_nothing_is_sure_and_a_line_says_so(photos, tmp_path, capsys):
+    write_model(tmp_path, "tiny", 2, 8)
+    few = posthoc.selective(np.ones(40), np.ones(40))
+    model.save_calibration(tmp_path, None, None, few)
+    predict(model.load(tmp_path), photos, tmp_path / "o.csv")
+    assert {row["sure"] for row in read(tmp_path / "o.csv")} == {"false"}
+    said = capsys.readouterr().err
+    assert "19 more labels are needed" in said
+    assert "never calibrated" in said
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=5))
+@settings(deadline=None)
+def test_a_set_survives_its_cell(names):
+    assert table.parted(table.joined(names)) == tuple(names)
+
+
+def test_parquet_is_written_in_groups(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    monkeypatch.setattr(table, "GROUP", 10)
+    with table.writer(tmp_path / "t.parquet") as sheet:
+        for k in range(25):
+            sheet.write(table.Row(f"{k}.png", "a", 0.5, ("a", "b|c"), k % 2 == 0))
+    file = pyarrow.parquet.ParquetFile(tmp_path / "t.parquet")
+    assert (file.num_row_groups, file.metadata.num_rows) == (3, 25)
+    assert file.read().to_pylist()[24]["set"] == ["a", "b|c"]
+
+
+def test_an_interrupted_table_is_not_there(tmp_path):
+    def write(name: str) -> None:
+        with table.writer(tmp_path / name) as sheet:
+            sheet.write(table.Row("a.png", "a", 0.5, (), False))
+            sheet.skip("b.png", "broken")
+            raise KeyboardInterrupt
+
+    for name in ("t.csv", "t.parquet"):
+        with pytest.raises(KeyboardInterrupt):
+            write(name)
+    assert list(tmp_path.iterdir()) == []
+
+
+MEASURE = """
+import resource, sys
+from calmatch import model
+from calmatch.predict import predict
+predict(model.load(sys.argv[1]), sys.argv[2], sys.argv[3], batch=64, workers=2, quiet=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_pictures(trained, tmp_path):
+    """20,000 small pictures need at most 20 MB more than 2,000."""
+    draw(tmp_path / "one.png", 0)
+    data = (tmp_path / "one.png").read_bytes()
+    peaks = []
+    for number in (2_000, 20_000):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for k in range(number):
+            (folder / f"{k:06d}.png").write_bytes(data)
+        words = [sys.executable, "-c", MEASURE, trained, folder, tmp_path / f"{number}.csv"]
+        done = subprocess.run(words, capture_output=True, text=True, env=ALONE, check=True)
+        peaks.append(int(done.stdout) / 1024)
+        assert len(read(tmp_path / f"{number}.csv")) == number
+    print(f"peak RSS {peaks[0]:.0f} MB and {peaks[1]:.0f} MB")
+    assert peaks[1] < peaks[0] + 20
+
+
+@pytest.mark.ray
+def test_a_cluster_that_does_not_answer_is_one_sentence(trained, photos, tmp_path):
+    pytest.importorskip("ray")
+    with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
+        predict(
+            model.load(trained), photos, tmp_path / "o.csv", engine="ray", address="127.0.0.1:1"
+        )
+    assert not (tmp_path / "o.csv").exists()
+
+
+@pytest.mark.ray
+def test_a_ray_cluster_of_two_nodes_writes_the_same_table(trained, photos, tmp_path, capfd):
+    pytest.importorskip("ray")
+    import ray
+    import ray.data
+    from ray.cluster_utils import Cluster
+
+    reasons = _spoil(photos)
+    for k in range(60):
+        draw(photos / "many" / f"{k:03d}.png", k)
+    loaded = model.load(trained)
+    predict(loaded, photos, tmp_path / "local.csv", batch=8, quiet=True)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False)
+        assert sum(node["Alive"] for node in ray.nodes()) == 2
+        ray.data.DataContext.get_current().wait_for_min_actors_s = 120  # both nodes take part
+        count = predict(loaded, photos, tmp_path / "ray.csv", batch=8, engine="ray")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert count.skipped == len(reasons)
+    assert "Nodes that took part: 2." in capfd.readouterr().err
+    here, there = read(tmp_path / "local.csv"), read(tmp_path / "ray.csv")
+    assert [row["file"] for row in here] == [row["file"] for row in there]
+    for row, other in zip(here, there, strict=True):
+        assert float(row.pop("confidence")) == pytest.approx(
+            float(other.pop("confidence")), abs=2e-6
+        )
+        assert row == other
