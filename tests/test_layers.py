@@ -27,6 +27,7 @@ LAYERS = [
         "model",
         "modelfile",
         "heads",
+        "vectors",
         "examples",
     },
     {
@@ -39,6 +40,7 @@ LAYERS = [
         "plan",
         "judge",
         "words",
+        "outcome",
         "estimator",
         "predict",
         "table",

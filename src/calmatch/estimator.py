@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from calmatch import heads, judge, model, posthoc, trainer
+from calmatch import heads, judge, model, posthoc, trainer, vectors
 from calmatch.config import Config, check
 from calmatch.data.pictures import SIZES
 from calmatch.fit import fit
@@ -128,7 +128,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check(config)
         std = x.std(0, correction=0)
         mean, std = x.mean(0), std.clamp_min(max(1e-6, 0.05 * float(std.max())))
-        frozen = heads.given(config, (x - mean) / std, ids, len(self.classes_))
+        frozen = vectors.given(config, (x - mean) / std, ids, len(self.classes_))
         split = frozen.base.split
         self.judged_ = None
         self.calibration_ = posthoc.Scaling("identity")
