@@ -1,9 +1,7 @@
-"""The tour: 1,797 pictures, 40 labels in a CSV, then fit, predict, report and export.
+"""The tour: 1,797 pictures, 40 labels in a CSV; python examples/own_pictures.py FOLDER
 
-    python examples/own_pictures.py FOLDER
-
-The pictures are scikit-learn's handwritten digits as PNG files, or with `--eurosat EuroSAT.zip` 3,000
-satellite pictures. What follows after `make_pictures` is what you would type yourself.
+The pictures are scikit-learn's digits as PNG files, or with `--eurosat EuroSAT.zip` 3,000 satellite
+pictures. What follows after `label_a_few` is what you would type yourself.
 """
 
 from __future__ import annotations
@@ -51,6 +49,7 @@ def label_a_few(truth: dict[str, str], path: Path, each: int = 4) -> None:
 
 
 def calmatch(*words: str | Path) -> None:
+    """One command, as it is typed."""
     print("\n$ calmatch", *words, flush=True)
     subprocess.run([sys.executable, "-m", "calmatch", *map(str, words)], check=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -13,13 +14,13 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, heads, judge, log, nets, spec, trainer
+from calmatch import checkpoint, evaluate, heads, judge, log, nets, outcome, spec, trainer
 from calmatch import plan as plans
 from calmatch.config import Config
 from calmatch.data import pictures
 from calmatch.modelfile import read_note
 from calmatch.nets.pretrained import state_of
-from calmatch.outcome import Candidate, write
+from calmatch.outcome import Candidate
 from calmatch.plan import Plan, Wish
 from calmatch.results import Run, load
 from calmatch.setup import prepare
@@ -40,11 +41,11 @@ def fit(wish: Wish, out: Path | str | None = None, *, quiet: bool = False) -> Ru
     folder = Path(out) if out else Path(f"fit-{wish.pictures.resolve().name}")
     if folder.resolve().is_relative_to(wish.pictures.resolve()):
         raise ValueError(f"{folder} lies among the pictures; choose another --out.")
-    with checkpoint.lock(folder):
-        before = _before(folder, wish)
-        if before and (folder / "result.json").exists():
-            log.tell(f"{folder} is finished already.", quiet)
-            return load(folder)
+    before = _before(folder, wish)
+    if before and outcome.finished(folder):
+        log.tell(f"{folder} is finished already.", quiet)
+        return load(folder)
+    with checkpoint.lock(folder / "work"):  # the trainer locks the folder itself
         return _fit(wish, folder, before, quiet)
 
 
@@ -87,18 +88,18 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
     stage(3)
     while True:
         try:
-            tried = [
-                _candidate(wish, plan, found, folder, alone, stage, quiet) for alone in _both(wish)
-            ]
+            make = functools.partial(_candidate, wish, plan, found, folder, stage, quiet)
+            tried = [make(alone) for alone in _both(wish)]
+            best = min(tried, key=lambda one: judge.score(one.judged))
+            _compare(tried, best, quiet)
+            stage(5)
+            with log.hush():
+                trainer.train(best.config, folder, quiet=quiet)
             break
         except torch.OutOfMemoryError:
             plan = _smaller(wish, plan, folder, quiet)
-    best = min(tried, key=lambda one: judge.score(one.judged))
-    _compare(tried, best, quiet)
-    stage(5)
-    found_verdict = judge.verdict(best.judged)
     stage(6)
-    return write(wish, plan, folder, found, images, best, tried, found_verdict, quiet)
+    return outcome.write(wish, plan, folder, found, images, best, tried, quiet)
 
 
 def _both(wish: Wish) -> tuple[bool, ...]:
@@ -130,7 +131,9 @@ def _sized(wish: Wish, found: pictures.Pictures, folder: Path) -> tuple[Wish, in
             f"{wish.start} also knows {', '.join(map(repr, gone[:5]))}, which no label here names; "
             f"add a few labelled pictures of it, or the new model would forget it."
         )
-    net = started(note["net"], wish.start / "model.safetensors", folder / "start.safetensors")
+    target = folder / "work" / "start.safetensors"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    net = started(note["net"], wish.start / "model.safetensors", target)
     return dataclasses.replace(wish, net=net), wish.size or int(note["size"]), side
 
 
@@ -159,8 +162,10 @@ def _smaller(wish: Wish, plan: Plan, folder: Path, quiet: bool) -> Plan:
     plan = dataclasses.replace(plan, batch=plan.batch // 2)
     log.tell(f"The device's memory is full; trying again with batches of {plan.batch}.", quiet)
     _save(folder, wish, plan)
-    for name in ("backbone", "backbone-alone", "both", "alone"):
+    for name in ("work/both", "work/alone", "checkpoint"):
         shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("config.json", "split.json"):
+        (folder / name).unlink(missing_ok=True)
     return plan
 
 
@@ -169,32 +174,46 @@ def _candidate(
     plan: Plan,
     found: pictures.Pictures,
     folder: Path,
-    alone: bool,
     stage: Callable[[int], None],
     quiet: bool,
+    alone: bool,
 ) -> Candidate:
-    """Train the network if it learns, then its head on all labels, and judge the head."""
-    name, net = "alone" if alone else "both", plan.net
+    """Train the network if it learns, and judge heads on its features."""
+    net = plan.net
     stage(3)
     log.tell("  on the labels alone" if alone else "  on labelled and unlabelled pictures", quiet)
     if plan.whole:
-        under = folder / ("backbone-alone" if alone else "backbone")
+        under = folder / "work" / ("alone" if alone else "both")
         with log.hush():
             trainer.train(plans.body(wish, plan, alone), under, quiet=quiet)
         bare = read_note(under / "model.json")["net"]
         net = started(bare, under / "model.safetensors", under / "start.safetensors")
     width = nets.feature_size(nets.build(net, len(found.classes), plan.size), plan.size)
     config = plans.head(wish, plan, alone, net, width)
-    with log.hush():
-        run = trainer.train(config, folder / name, quiet=quiet)
-    if plan.holdout:
-        log_probs, labels = run.predictions()
-        rows = pictures.arranged(found, plan.hold, plan.most, wish.seed).held
-        return Candidate(name, run.folder, judge.Judged(log_probs, labels, rows, False))
+    frozen = heads.freeze(config, prepare(config), quiet)
     stage(4)
-    frozen = heads.freeze(config, prepare(config), True)
-    judged = _crossfit(wish, plan, found, config, frozen, quiet)
-    return Candidate(name, run.folder, judged)
+    judged = (_holdout if plan.holdout else _crossfit)(wish, plan, found, config, frozen, quiet)
+    return Candidate("alone" if alone else "both", config, judged)
+
+
+def _holdout(
+    wish: Wish,
+    plan: Plan,
+    found: pictures.Pictures,
+    config: Config,
+    frozen: heads.Frozen,
+    quiet: bool,
+) -> judge.Judged:
+    """Predictions of labels that were held out from the first picture on."""
+    cheap = config.replace(compile=False)
+    parts = frozen.parts(frozen.base.split, cheap)
+    trainer.learn(cheap, parts)
+    pictures_, labels = parts.sets["test"]
+    log_probs = evaluate.predict(
+        parts.judged, parts.method, pictures_, parts.statistics, config.eval_batch
+    )
+    rows = pictures.arranged(found, plan.hold, plan.most, wish.seed).held
+    return judge.Judged(log_probs, labels, rows, False)
 
 
 def _crossfit(

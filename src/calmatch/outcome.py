@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from calmatch import checkpoint, examples, judge, model
+from calmatch.config import Config
 from calmatch.data.files import Files
 from calmatch.data.pictures import Pictures
 from calmatch.data.resident import taken
@@ -20,23 +21,19 @@ from calmatch.report.build import build
 from calmatch.results import Run, load
 from calmatch.words import closing
 
-KEPT = (  # what a fit folder takes over from the run that was better
-    "config.json",
-    "environment.json",
-    "split.json",
-    "metrics.jsonl",
-    "times.jsonl",
-    "model.safetensors",
-    "model.json",
-)
-
 
 class Candidate(NamedTuple):
-    """One of the two ways to learn, trained and judged."""
+    """One of the two ways to learn, judged."""
 
     name: str
-    folder: Path
+    config: Config  # of the final run
     judged: judge.Judged
+
+
+def finished(folder: Path) -> bool:
+    """Whether a fit is done; the trainer's own result.json is only a part of it."""
+    path = folder / "result.json"
+    return path.exists() and "judged_on" in json.loads(path.read_text("utf-8"))
 
 
 def write(
@@ -47,18 +44,16 @@ def write(
     images: Tensor | Files,
     best: Candidate,
     tried: list[Candidate],
-    verdict: judge.Verdict,
     quiet: bool,
 ) -> Run:
-    """Everything that outlives the run; result.json comes last and says that it is done."""
-    for name in KEPT:
-        checkpoint.write(folder / name, (best.folder / name).read_bytes())
+    """Calibrate, and write everything that outlives the run; result.json says that it is done."""
+    verdict = judge.verdict(best.judged)
     model.save_calibration(
         folder,
         verdict.scaling,
         verdict.conformal,
         verdict.selective,
-        {"command": f"calmatch fit (see fit.json), {best.name}"},
+        {"command": "calmatch fit, with what fit.json says", "learned_from": best.name},
     )
     names = [found.names[row] for row in best.judged.rows]
     _pack(
@@ -70,13 +65,13 @@ def write(
     )
     spare = torch.tensor([k for k, label in enumerate(found.labels) if label < 0], dtype=torch.long)
     asked = _unlabelled(folder, images, found, spare, wish.seed)
-    judged_rows = torch.tensor(best.judged.rows)
-    seen = examples.Seen(
-        verdict.log_probs, lambda rows: taken(images, judged_rows[rows]), files=names
-    )
+    rows = torch.tensor(best.judged.rows)
+    take = lambda some: taken(images, rows[some])  # noqa: E731
+    seen = examples.Seen(verdict.log_probs, take, files=names)
     examples.write(folder, seen, best.judged.labels, asked)
-    result = _result(plan, best, tried, verdict, found)
-    checkpoint.write_json(folder / "result.json", result)
+    checkpoint.write_json(
+        folder / "result.json", _result(folder, plan, best, tried, verdict, found)
+    )
     run = load(folder)
     build([run], folder / "report.html")
     if not quiet:
@@ -108,13 +103,14 @@ def _unlabelled(
 
 
 def _result(
+    folder: Path,
     plan: Plan,
     best: Candidate,
     tried: list[Candidate],
     verdict: judge.Verdict,
     found: Pictures,
 ) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((best.folder / "result.json").read_text("utf-8"))
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
     kind = "crossfit" if best.judged.crossfit else "holdout"
     notes = {
         "crossfit": "Each judged label was predicted by a sister model that had not seen it"
