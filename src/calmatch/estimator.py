@@ -139,9 +139,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 for one in dict.fromkeys((config, alone))
             ]
             self.judged_, config = min(tried, key=lambda pair: judge.score(pair[0]))
-            self.calibration_ = posthoc.crossfit_temperature(
-                self.judged_.log_probs, self.judged_.labels
-            )
+            self.calibration_ = judge.temperature(self.judged_.log_probs, self.judged_.labels)
         self.kept_ = config.method
         parts = frozen.parts(split, config)
         trainer.learn(config, parts)
