@@ -18,10 +18,11 @@ import torch
 from PIL import Image
 
 from calmatch import data, fit, heads, judge, model, plan, trainer
+from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
 from calmatch.setup import prepare
-from conftest import ALONE, calmatch
+from conftest import ALONE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -63,48 +64,37 @@ def accuracy(folder: Path, classes: int = 3) -> float:
     return float((found == made.test_labels).double().mean())
 
 
-def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path):
+def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys):
     root = blobs(tmp_path / "pics")
     (root / "kind 0" / "broken.png").write_bytes(b"rubbish")
-    words = ["--out", tmp_path / "run", "--net", "tiny", "--steps", "30", "--size", "16"]
-    done = calmatch("fit", root, *words)
-    assert done.returncode == 0, done.stderr
+    run = str(tmp_path / "run")
+    words = ["fit", str(root), "--out", run, "--net", "tiny", "--steps", "20", "--frozen"]
+    assert main(words) == 0
+    said = capsys.readouterr()
     for line in ("1/6 reading pictures", "4/6 judging", "labels judged", "the labels alone"):
-        assert line in done.stderr
+        assert line in said.err
     for line in ("Of 100 new pictures", "95 % interval", "cannot promise", "calmatch predict"):
-        assert line in done.stdout
-    assert "broken.png" in done.stdout
+        assert line in said.out
+    assert "broken.png" in said.out
     files = {path.name for path in (tmp_path / "run").iterdir()}
-    assert files >= {
-        "config.json",
-        "environment.json",
-        "split.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "model.json",
-        "predictions.npz",
-        "unlabelled.npz",
-        "result.json",
-        "report.html",
-        "fit.json",
-    }
+    arrays = {"predictions.npz", "unlabelled.npz", "examples.npz"}
+    papers = {"config.json", "environment.json", "split.json", "metrics.jsonl", "fit.json"}
+    assert files >= arrays | papers | {"model.safetensors", "model.json", "report.html"}
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["judged_on"] == "crossfit"
     assert result["skipped"][0][0] == "kind 0/broken.png"
     with np.load(tmp_path / "run" / "predictions.npz") as found:
-        assert len(found["files"]) == len(found["labels"]) == len(found["log_probs"]) == 6
+        assert len(found["files"]) == len(found["labels"]) == len(found["log_probs"]) == 15
         named = [name.split("/")[0] for name in found["files"]]
         assert named == [f"kind {label}" for label in found["labels"]]
-    again = calmatch("fit", root, *words)
-    assert "finished already" in again.stderr
-    other = calmatch("fit", root, *words, "--seed", "1")
-    assert other.returncode == 2
-    assert "choose another --out" in other.stderr
-    predicted = calmatch("predict", tmp_path / "run", root, "-o", tmp_path / "out.csv")
-    assert predicted.returncode == 0, predicted.stderr
+    assert main(words) == 0
+    assert "finished already" in capsys.readouterr().err
+    assert main([*words, "--seed", "1"]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert main(["predict", run, str(root), "-o", str(tmp_path / "out.csv")]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 75
-    assert calmatch("report", tmp_path / "run").returncode == 0
+    assert main(["report", run]) == 0
 
 
 @pytest.mark.parametrize(
@@ -120,16 +110,17 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path):
         (["pics", "--from", "pics"], "There is no model"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, monkeypatch):
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, monkeypatch, capsys):
     root = blobs(tmp_path / "pics", spare=6)
     (root / "unlabelled" / "broken.png").write_bytes(b"rubbish")
     monkeypatch.chdir(tmp_path)
-    done = calmatch("fit", *words, "--net", "tiny", "--steps", "2")
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    assert main(["fit", *words, "--net", "tiny", "--steps", "2"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics")
     whole = fit.fit(wish(root), tmp_path / "whole", quiet=True)
@@ -152,6 +143,7 @@ def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_full_device_makes_the_batches_smaller(tmp_path, monkeypatch, capsys):
     root = blobs(tmp_path / "pics", spare=12)
     train = trainer.train
@@ -167,6 +159,7 @@ def test_a_full_device_makes_the_batches_smaller(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "run" / "fit.json").read_text())["plan"]["batch"] == 4
 
 
+@pytest.mark.slow
 def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
     clean = blobs(tmp_path / "clean", each=4, spare=120)
     mixed = blobs(tmp_path / "mixed", each=4, spare=120, foreign=30)
@@ -178,6 +171,7 @@ def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
     assert right[1] > right[0] - 0.06
 
 
+@pytest.mark.slow
 def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "HOLD", 60)
     root = blobs(tmp_path / "pics", each=110, spare=0)
@@ -189,6 +183,7 @@ def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
     assert promise.threshold is not None
 
 
+@pytest.mark.slow
 def test_a_model_may_be_continued_with_a_new_class(tmp_path):
     first = fit.fit(wish(blobs(tmp_path / "two", classes=2)), tmp_path / "first", quiet=True)
     more = blobs(tmp_path / "three", classes=3)
@@ -199,6 +194,7 @@ def test_a_model_may_be_continued_with_a_new_class(tmp_path):
         fit.fit(wish(tmp_path / "two", net=None, start=again.folder), tmp_path / "less", quiet=True)
 
 
+@pytest.mark.slow
 def test_a_frozen_run_equals_its_joined_network(tmp_path):
     """Head on stored features and network on pictures give the same probabilities."""
     root = blobs(tmp_path / "pics", spare=30)
@@ -207,9 +203,9 @@ def test_a_frozen_run_equals_its_joined_network(tmp_path):
     parts = frozen.parts(frozen.base.split)
     trainer.learn(run.config, parts)
     images = frozen.base.batches.sources["u"].images[:20]
-    ours = parts.judged((frozen.store.plain(torch.tensor(frozen.base.split.unlabelled[:20])))
-                        .sub(_mean(frozen)).div(_std(frozen))).logits  # fmt: skip
-    theirs = model.load(run.folder / ".." / "run").logits(images)
+    plain = frozen.store.plain(torch.tensor(frozen.base.split.unlabelled[:20]))
+    ours = parts.judged.eval()((plain - _mean(frozen)) / _std(frozen)).logits
+    theirs = model.load(run.folder).logits(images)
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
 
 
@@ -324,6 +320,7 @@ def run_example(name: str, *words: str | Path, timeout: float = 900) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["research_run.py", "own_method.py"])
 def test_the_small_examples_run(tmp_path, name):
     assert "ECE" in run_example(name, tmp_path / "runs", "--steps", "3")

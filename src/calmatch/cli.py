@@ -89,6 +89,10 @@ def _fit(words: list[str]) -> None:
 
     given = dict(vars(options))
     out, quiet = given.pop("out"), given.pop("quiet")
+    frozen, whole = given.pop("frozen"), given.pop("no_frozen")
+    if frozen and whole:
+        raise ValueError("Choose --frozen or --no-frozen, or neither.")
+    given["frozen"] = True if frozen else False if whole else None
     fit(Wish(**given), out, quiet=quiet)
 
 

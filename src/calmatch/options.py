@@ -41,8 +41,10 @@ class FitOptions:
     """What keeps confidence in bounds while learning."""
     net: str | None = None
     """The network: a name of `calmatch nets`; unset: a pretrained one if it can be had."""
-    frozen: bool | None = None
-    """Only the last layer learns (minutes on a CPU); unset: yes on a CPU if pretrained."""
+    frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Only the last layer learns, which is enough on a CPU: the default there, if pretrained."""
+    no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """All layers learn: the default on a GPU, or where nothing is pretrained."""
     size: int | None = None
     """Pixels of a side in training; unset: from the pictures."""
     steps: int | None = None

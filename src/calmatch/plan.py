@@ -150,7 +150,8 @@ def head(wish: Wish, plan: Plan, alone: bool, net: str, features: int) -> Config
         net=net,
         frozen=plan.views,
         ratio=7,
-        lr=round(1e-3 * (1280 / features) ** 0.5, 6),
+        # logits reach the same size whatever the number of steps and features
+        lr=round(min(0.05, 0.5 / plan.head_steps * (1280 / features) ** 0.5), 6),
         ema=0.99,
     )
 

@@ -58,7 +58,7 @@ def closing(run: Run, verdict: Verdict, found: Pictures, asked: examples.Seen | 
         "Next:",
         f"  calmatch predict {folder} PICTURES -o out.csv   class and confidence of any pictures",
         f"  calmatch export {folder} --to onnx              the model for other programs",
-        f"  open {folder / 'report.html'}                   what it is good and bad at",
+        f"  calmatch report {folder}                        a page: what it is good and bad at",
     ]
     return "\n".join(lines)
 
