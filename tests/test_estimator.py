@@ -30,7 +30,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 @parametrize_with_checks(
-    [calmatch.Classifier(steps=15)], expected_failed_checks=lambda estimator: EXPECTED
+    [calmatch.Classifier(steps=30)], expected_failed_checks=lambda estimator: EXPECTED
 )
 def test_scikit_learn_accepts_it(estimator, check):
     check(estimator)

@@ -71,7 +71,7 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys
     words = ["fit", str(root), "--out", run, "--net", "tiny", "--steps", "20", "--frozen"]
     assert main(words) == 0
     said = capsys.readouterr()
-    for line in ("1/6 reading pictures", "4/6 judging", "labels judged", "the labels alone"):
+    for line in ("1/6 reading pictures", "4/6 judging", "judged labels wrong", "the labels alone"):
         assert line in said.err
     for line in ("Of 100 new pictures", "95 % interval", "cannot promise", "calmatch predict"):
         assert line in said.out

@@ -24,9 +24,16 @@ from calmatch.outcome import Candidate
 from calmatch.plan import Plan, Wish
 from calmatch.results import Run, load
 from calmatch.setup import prepare
-from calmatch.words import opening
+from calmatch.words import opening, told_so_far
 
-STAGES = ("reading pictures", "planning", "learning", "judging", "calibrating", "writing")
+STAGES = (
+    "reading pictures",
+    "planning",
+    "learning",
+    "judging",
+    "learning from all labels",
+    "calibrating and writing",
+)
 
 
 def fit(wish: Wish, out: Path | str | None = None, *, quiet: bool = False) -> Run:
@@ -233,12 +240,7 @@ def _crossfit(
         unseen = {row for row in split.labelled if rows[row] in held}
 
     def told(number: int, log_probs: Tensor, labels: Tensor) -> None:
-        now = evaluate.measure(log_probs, labels)
-        log.tell(
-            f"  part {number}: {len(labels)} labels judged, {now['error'].value:.0%} wrong, "
-            f"confidence off by {now['ece'].value:.0%} so far (before calibration)",
-            quiet,
-        )
+        log.tell(f"  part {number}: {told_so_far(log_probs, labels)}", quiet)
 
     judged = judge.crossfit(frozen, config, split, unseen, told)
     return judged._replace(rows=[rows[row] for row in judged.rows])

@@ -75,7 +75,7 @@ def write(
     run = load(folder)
     build([run], folder / "report.html")
     if not quiet:
-        print(closing(run, verdict, found, asked))
+        print(closing(run, best.judged, verdict, found, asked))
     return run
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from calmatch import examples
 from calmatch.data.pictures import Pictures
-from calmatch.judge import Verdict
+from calmatch.evaluate import probabilities
+from calmatch.judge import Judged, Verdict
 from calmatch.results import Run
 
 SHOWN = 5
+FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
 
 
 def opening(found: Pictures, side: int) -> str:
@@ -33,18 +37,47 @@ def skipped(found: Pictures) -> list[str]:
     return lines
 
 
-def closing(run: Run, verdict: Verdict, found: Pictures, asked: examples.Seen | None) -> str:
+def told_so_far(log_probs: Tensor, labels: Tensor) -> str:
+    """The estimate while judging goes on."""
+    n = len(labels)
+    sure, guess = probabilities(log_probs).max(1)
+    wrong = int((guess != labels).sum())
+    return (
+        f"{wrong} of {n} judged labels wrong; it was {float(sure.mean()):.0%} confident and "
+        f"{1 - wrong / n:.0%} right, before calibration"
+    )
+
+
+def calibration(verdict: Verdict, before: Tensor, labels: Tensor) -> str:
+    """How far confidence can be believed, as far as the labels show it."""
+    n = len(labels)
+    was, now = (float(probabilities(z).amax(1).mean()) for z in (before, verdict.log_probs))
+    right = 1 - verdict.after["error"].value
+    text = (
+        f"On these labels it was {now:.0%} confident and {right:.0%} right on average "
+        f"({was:.0%} confident before calibration)."
+    )
+    ece = verdict.after["ece"]
+    if n < FEW:
+        return f"{text} {n} labels are too few to measure calibration more closely."
+    return (
+        f"{text} Its confidence is off by {100 * ece.value:.1f} points (ECE; 95 % interval "
+        f"{100 * ece.low:.1f} to {100 * ece.high:.1f})."
+    )
+
+
+def closing(
+    run: Run, judged: Judged, verdict: Verdict, found: Pictures, asked: examples.Seen | None
+) -> str:
     """The result in plain words, and the next commands."""
-    error, ece = verdict.after["error"], verdict.after["ece"]
+    error = verdict.after["error"]
     number = run.result["pictures"]["test"]
     lines = [
         "",
         f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; judged on {number} "
         f"labels that the judged models had not seen).",
-        f"Confidence is off by about {100 * ece.value:.0f} points "
-        f"({100 * verdict.before['ece'].value:.0f} before calibration); with {number} labels this "
-        f"number itself is uncertain by {100 * (ece.high - ece.low) / 2:.0f}.",
+        calibration(verdict, judged.log_probs, judged.labels),
         promise(verdict),
         *skipped(found),
     ]
