@@ -38,7 +38,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         penalty: what keeps confidence in bounds, `"margin"` for example; "": nothing.
         net: of pictures; None: a pretrained one if it can be had and they are large enough.
         frozen: of pictures; whether only the last layer learns; None: on a CPU, if pretrained.
-        steps: training steps; None: what `minutes` allow for pictures, 200 for vectors.
+        steps: training steps; None: what `minutes` allow for pictures, 300 for vectors.
         minutes: about how long pictures may take.
         random_state: a seed.
 
@@ -116,7 +116,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         config = Config(
             method=self.method,
             penalty=self.penalty if semi else "",
-            steps=self.steps or 200,
+            steps=self.steps or 300,
             batch=64,
             ratio=3,
             lr=min(0.05, 1e-3 * (1280 / x.shape[1]) ** 0.5),
@@ -126,8 +126,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             device="cpu",
         )
         check(config)
-        std = x.std(0, correction=0)
-        mean, std = x.mean(0), std.clamp_min(max(1e-6, 0.05 * float(std.max())))
+        # one scale for all features: scaling each is the caller's choice, in a Pipeline
+        mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-6)
         frozen = vectors.given(config, (x - mean) / std, ids, len(self.classes_))
         split = frozen.base.split
         self.judged_ = None

@@ -19,7 +19,7 @@ def given(config: Config, features: Tensor, labels: Tensor, classes: int, views:
 
     Args:
         config: of the head's training.
-        features: [N, D], standardised.
+        features: [N, D], of a variance about 1.
         labels: [N] class ids, -1 unknown.
         classes: how many there are.
         views: weak and as many strong ones of each vector.
