@@ -108,6 +108,9 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys
         (["pics", "--strict"], "cannot be decoded"),
         (["pics", "--method", "simmatch", "--frozen"], "--no-frozen"),
         (["pics", "--from", "pics"], "There is no model"),
+        (["pics", "--hold", "0"], "between 0 and 1"),
+        (["pics", "--hold", "0.1", "--frozen"], "of so few labels is none"),
+        (["pics", "--frozen", "--no-frozen"], "or neither"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, monkeypatch, capsys):

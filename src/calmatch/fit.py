@@ -212,6 +212,11 @@ def _holdout(
     quiet: bool,
 ) -> judge.Judged:
     """Predictions of labels that were held out from the first picture on."""
+    rows = pictures.arranged(found, plan.hold, plan.most, wish.seed).held
+    if not rows:
+        raise ValueError(
+            f"--hold {plan.hold:g} of so few labels is none; raise it or leave it out."
+        )
     cheap = config.replace(compile=False)
     parts = frozen.parts(frozen.base.split, cheap)
     trainer.learn(cheap, parts)
@@ -219,7 +224,6 @@ def _holdout(
     log_probs = evaluate.predict(
         parts.judged, parts.method, pictures_, parts.statistics, config.eval_batch
     )
-    rows = pictures.arranged(found, plan.hold, plan.most, wish.seed).held
     return judge.Judged(log_probs, labels, rows, False)
 
 

@@ -89,7 +89,7 @@ def check_wish(wish: Wish) -> None:
         raise ValueError(f"--minutes must be more than 0, not {wish.minutes:g}.")
     if wish.size is not None and not 8 <= wish.size <= 512:
         raise ValueError(f"--size must lie between 8 and 512 pixels, not {wish.size}.")
-    if wish.hold is not None and not 0 <= wish.hold < 1:
+    if wish.hold is not None and not 0 < wish.hold < 1:
         raise ValueError(f"--hold is a share of the labels between 0 and 1, not {wish.hold:g}.")
     kind = methods.find(wish.method)
     if wish.frozen and kind.heads is not Method.heads:
