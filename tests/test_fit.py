@@ -384,5 +384,4 @@ def test_a_fifth_of_foreign_pictures_does_not_ruin_eurosat(tmp_path):
         made = model.load(run.folder)
         guesses = [made.classes[k] for k in made.logits(images).argmax(1).tolist()]
         wrong.append(np.mean([truth[f] != g for f, g in zip(found.names, guesses, strict=True)]))
-    print(wrong)
     assert wrong[1] < wrong[0] + 0.05
