@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo tour test test-slow lint format docs bench readme update clean
+.PHONY: help demo tour test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,16 @@ test: $(READY)  ## the fast tests, under three minutes
 
 test-slow: $(READY)  ## the slow tests too
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-browser: $(READY)  ## the report page in a real Chromium (installed by apt where one may)
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
+	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium chromium-driver; } || \
+	  { echo "Install Chromium and chromedriver first (Debian: chromium chromium-driver)."; exit 1; }
+	$(BIN)/python -m pytest -m browser
+
+test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .
@@ -45,6 +55,13 @@ bench: $(READY)  ## speed of metrics, methods and augmentation
 
 readme: $(READY)  ## the README's tree, table and picture, made anew
 	$(BIN)/python tools/readme.py
+
+screenshots: $(READY)  ## the report's pictures in the docs, made anew; takes the demo's runs
+	$(BIN)/calmatch demo --quiet
+	$(BIN)/python tools/screenshots.py demo
+
+vendor: $(READY)  ## renew the plotting library that report pages carry, from npm
+	$(BIN)/python tools/vendor.py
 
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)

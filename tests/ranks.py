@@ -39,7 +39,6 @@ def state(method: str) -> dict[str, Tensor]:
         run.advance(run.parts.batches[run.step])
     logged = {f"sums/{k}": parallel.average(v) for k, v in run.sums.totals.items()}
     found = run.tensors() | logged
-    del found["sums/gap"]  # the largest of a batch is not a mean over ranks
     return {k: v for k, v in found.items() if not k.endswith("num_batches_tracked")}
 
 

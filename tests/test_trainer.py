@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -277,23 +276,36 @@ def test_a_stop_signal_writes_a_checkpoint_and_says_how_to_continue(tmp_path, nu
 
 
 @pytest.mark.ddp
-def test_two_ranks_from_the_command_line_write_one_run(tmp_path):
-    words = COMMAND.replace("900", "60").split()
-    assert calmatch(*words, "--out", tmp_path / "one").returncode == 0
-    processes = []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    for rank in range(2):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        env = ALONE | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "calmatch", *words, "--out", str(tmp_path / "two")]
-        processes.append(subprocess.Popen(command, env=env))
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+@pytest.mark.parametrize(
+    "method",
+    [
+        "freematch",  # thresholds
+        pytest.param("simmatch(threshold=0.3)", marks=pytest.mark.slow),  # banks
+        pytest.param("flexmatch", marks=pytest.mark.slow),  # a label for every picture
+    ],
+)
+def test_torchrun_with_two_ranks_writes_the_run_of_one_process(tiny, tmp_path, method):
+    changes = {"net": "small(width=4)", "precision": "fp64", "penalty": "margin(m=0.5)"}
+    config = tiny(method, steps=20, ema=0.9, **changes).dump()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["-m", "calmatch", "train", str(tmp_path / "config.json"), "--quiet", "--out"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    for launch, name in (([sys.executable], "one"), ([*torchrun, "--nproc-per-node", "2"], "two")):
+        command = [*launch, *words, str(tmp_path / name)]
+        subprocess.run(command, env=ALONE, check=True, timeout=120, stderr=subprocess.DEVNULL)
     one, two = (load_run(tmp_path / name) for name in ("one", "two"))
-    assert [line["step"] for line in one.lines()] == [line["step"] for line in two.lines()]
-    for first, second in zip(one.lines(), two.lines(), strict=True):
-        assert first["loss"] == pytest.approx(second["loss"], rel=1e-3)
+    ranks = [
+        json.loads((run.folder / "environment.json").read_text())["ranks"] for run in (one, two)
+    ]
+    assert ranks == [1, 2]
+    for kind in ("train", "test"):
+        for first, second in zip(one.lines(kind), two.lines(kind), strict=True):
+            assert first.keys() == second.keys()
+            assert first.pop("kind") == second.pop("kind") == kind
+            for key, value in first.items():
+                expected = value if value is None else pytest.approx(value, rel=1e-7, abs=1e-9)
+                assert second[key] == expected, key
+    torch.testing.assert_close(two.predictions(), one.predictions(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_process_on_the_same_folder_refuses(tiny, tmp_path):

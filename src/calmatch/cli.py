@@ -18,8 +18,13 @@ from calmatch.config import Config, load
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(words))
+
+
+def guarded(act: Callable[[], int]) -> int:
+    """Do it; mistakes are one sentence, our own faults a traceback."""
     try:
-        return _dispatch(words)
+        return act()
     except KeyboardInterrupt:
         print("calmatch: interrupted.", file=sys.stderr)
         return 130
@@ -226,6 +231,20 @@ def _export(words: list[str]) -> None:
         print(f"Exported: {path}")
 
 
+def _bench(words: list[str]) -> None:
+    """A suite of runs, with its table and figures; on one machine or a cluster."""
+    if not words:
+        _listing("suites", "calmatch.bench.suites", "SUITES")(words)
+        return
+    from calmatch.options import BenchOptions
+
+    options = _parse(BenchOptions, words, "bench")
+    _use_root(options.data_root)
+    from calmatch.bench.run import run
+
+    run(options)
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -236,8 +255,40 @@ def _report(words: list[str]) -> None:
     if not options.runs:
         raise ValueError("Name at least one run folder: calmatch report RUN ...")
     runs = [results.load(folder) for folder in options.runs]
-    page = build(runs, options.out or options.runs[0] / "report.html")
+    first = options.runs[0]
+    page = build(runs, options.out or (first if len(runs) == 1 else first.parent) / "report.html")
     print(f"Report: {page}")
+    if options.tensorboard:
+        from calmatch.report.events import write
+
+        for run in runs:
+            print(f"Events: {write(run)}")
+
+
+def _table(words: list[str]) -> None:
+    """Error / ECE tables of run folders, ranks and paired tests: calmatch table RUNS ..."""
+    from calmatch.options import TableOptions
+
+    options = _parse(TableOptions, words, "table")
+    from calmatch.bench.command import table
+
+    table(options)
+
+
+def _figure(words: list[str]) -> None:
+    """A figure of the paper: calmatch figure NAME RUNS ..."""
+    from calmatch.bench.command import figure
+
+    if not words or words[0] in ("-h", "--help"):
+        from calmatch.bench.figures import FIGURES
+
+        print("usage: calmatch figure NAME [RUNS ...] [-o FILE.svg|.pdf|.png]\n")
+        print("\n".join(f"  {name:<12} {item.line}" for name, item in FIGURES.items()))
+        print("\ncalmatch figure NAME --help says more.")
+        return
+    from calmatch.options import FigureOptions
+
+    figure(words[0], _parse(FigureOptions, words[1:], f"figure {words[0]}"))
 
 
 def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
@@ -262,6 +313,9 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
     "predict": _predict,
     "export": _export,
+    "bench": _bench,
+    "table": _table,
+    "figure": _figure,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),

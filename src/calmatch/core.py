@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from calmatch import ops
+from calmatch import ops, parallel
 
 
 class Task(NamedTuple):
@@ -194,7 +194,7 @@ class Objective(nn.Module):
     def statistics(self, plan: Plan, batch: Batch) -> dict[str, Tensor]:
         """Per-step means and counts; `log.Sums` turns their sums into shares."""
         if plan.unlabelled is None:
-            return {"gap": _gap(plan.labelled.logits).amax()}
+            return {"gap": _gap(plan.labelled.logits)}
         term = Term(*(part.detach() for part in plan.unlabelled))
         logp = term.logits.log_softmax(-1)
         guess = ops.ids(term.target)
@@ -202,7 +202,7 @@ class Objective(nn.Module):
         agree = (logp.argmax(-1) == guess).to(logp.dtype)
         pseudo = -(ops.soft(term.target, logp) * logp).sum(-1)
         stats = {
-            "gap": _gap(term.logits).amax(),
+            "gap": _gap(term.logits),
             "accepted": accepted.mean(),
             "agreeing": (accepted * agree).mean(),
             "pseudo_ce": (term.weight * (1 - agree) * pseudo).mean(),
@@ -226,7 +226,8 @@ def _parts(side: str, loss: Loss, term: Term) -> dict[str, Tensor]:
 
 
 def _gap(logits: Tensor) -> Tensor:
-    return logits.amax(-1) - logits.amin(-1)
+    """The largest logit distance in the whole batch, on whichever rank it is."""
+    return parallel.gather(logits.amax(-1) - logits.amin(-1)).amax()
 
 
 def between(name: str, value: float, low: float, high: float, strict: bool = False) -> None:

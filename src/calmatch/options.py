@@ -116,7 +116,9 @@ class ReportOptions:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path | None = None
-    """The page; by default report.html in the first run folder."""
+    """The page; by default report.html in the run folder, of several runs in the folder above."""
+    tensorboard: bool = False
+    """Also write each run's log as TensorBoard event files, in its folder tensorboard/."""
 
 
 @dataclass
@@ -161,3 +163,66 @@ class ExportOptions:
     """Import code that the model names."""
     quiet: bool = False
     """No lines."""
+
+
+@dataclass
+class BenchOptions:
+    """Every run of a suite; the same line again goes on where it was. No SUITE: a list of them."""
+
+    suite: tyro.conf.Positional[str]
+    out: Path = Path("runs")
+    """Where the run folders, the table and the figures go."""
+    seeds: tuple[int, ...] = ()
+    """Which seeds; by default the suite's own, 0 1 2."""
+    engine: Literal["local", "ray"] = "local"
+    """Where runs happen: on this machine's devices, or on a Ray cluster."""
+    address: str | None = None
+    """The Ray cluster's address; by default Ray starts on this machine."""
+    jobs: int = 0
+    """Runs at once on a device (card, or CPU); 0: three seeds a card, one a core."""
+    only: str = ""
+    """Only runs with this text in row, column or folder."""
+    dry_run: bool = False
+    """Print the runs, how they stand and how long they will take; run none."""
+    index: int | None = None
+    """Do only the run with this number of --dry-run, for array jobs: its exit code is ours."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
+    steps: int | None = None
+    """Fewer steps than published, to try a suite out; choose another --out for that."""
+    protocol: Literal["honest", "paper"] | None = None
+    """Which weights count in every run; paper: the best on the TEST set. Leaky."""
+    quiet: bool = False
+    """No live table and no lines but the summary."""
+
+
+@dataclass
+class TableOptions:
+    """Tables of run folders: means over seeds, both protocols, ranks, paired differences."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    to: Literal["md", "latex", "csv", "html"] | None = None
+    """The format; by default what the file's name ends in, else Markdown."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """A file instead of the console."""
+    suite: str | None = None
+    """Only the cells of this suite, in its order."""
+    published: bool = False
+    """The paper's numbers beside ours, doubtful ones marked with the reason."""
+
+
+@dataclass
+class FigureOptions:
+    """A figure of the paper from run folders."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """An .svg, .pdf or .png; by default NAME.svg here."""
+    suite: str | None = None
+    """Only the cells of this suite, in its order."""
+    column: str | None = None
+    """Only this column (`eurosat_40`); most figures are made for one."""
+    target: int = 5
+    """The class whose logits are shown (figure logits)."""
+    published: bool = False
+    """Draw the paper's own numbers (figures ranks, critical and radar); needs no runs."""

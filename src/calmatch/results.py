@@ -7,21 +7,23 @@ import io
 import json
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, examples, log, modelfile, parallel
+from calmatch import checkpoint, evaluate, examples, log, metrics, parallel
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
-from calmatch.data.resident import Source
-from calmatch.setup import Parts
+
+if TYPE_CHECKING:
+    from calmatch.data.resident import Source
+    from calmatch.setup import Parts  # brings networks and datasets, seconds that readers spare
 
 FREE = (
     "device",
@@ -189,7 +191,7 @@ def finish(
 
 
 def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
-    """Predictions of unlabelled pictures, or of a sample; labelled ones may be among them."""
+    """Predictions of unlabelled pictures, or of a sample; labelled ones among them are left out."""
     pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
     new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
     if not len(new):
@@ -212,15 +214,16 @@ def _result(
 ) -> dict[str, Any]:
     gaps = evaluate.gap(log_probs.double())
     spread = 1.96 * float(gaps.std()) / len(gaps) ** 0.5
-    metrics = {
+    measured = {
         k: v._asdict() for k, v in evaluate.measure(log_probs, labels, resamples=500).items()
     }
     mean = float(gaps.mean())
-    metrics["gap"] = {"value": mean, "low": mean - spread, "high": mean + spread}
+    measured["gap"] = {"value": mean, "low": mean - spread, "high": mean + spread}
     with (folder / "metrics.jsonl").open() as file:
-        last = [line for line in map(json.loads, file) if line["kind"] == "train"][-1]
+        lines = [json.loads(line) for line in file]
+    last = [line for line in lines if line["kind"] == "train"][-1]
     if last.get("agree") is not None:
-        metrics["agree"] = _agreement(last, config, parts)
+        measured["agree"] = _agreement(last, config, parts)
     return {
         "title": parts.title,
         "classes": list(parts.classes),
@@ -236,10 +239,36 @@ def _result(
             "validation": len(parts.split.validation),
             "test": len(labels),
         },
-        "metrics": metrics,
+        "metrics": measured,
+        "best_on_test": best_on_test(lines),
+        "temperature_scaled": temperature_scaled(log_probs, labels),
         "interval": "95 % bootstrap over test pictures, one seed",
         "notes": parts.notes,
     }
+
+
+def best_on_test(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What choosing the step by its error on the TEST set would report, as the paper and USB do."""
+    tested = [line for line in lines if line["kind"] == "test"]
+    best = min(tested, key=lambda line: line["error"])
+    return {"evaluations": len(tested), **{k: best[k] for k in ("step", "error", "ece", "nll")}}
+
+
+def temperature_scaled(log_probs: Tensor, labels: Tensor) -> dict[str, dict[str, float]]:
+    """ECE and NLL of the test set after temperature scaling.
+
+    `crossfit`: each half scaled by the temperature of the other half's labels. `oracle`: by the
+    temperature of the same labels, a bound that no honest temperature reaches in NLL.
+    """
+    from calmatch import posthoc
+
+    found = {}
+    ways = {"crossfit": posthoc.temperature_scaled, "oracle": posthoc.oracle_scaled}
+    for way, scale in ways.items():
+        probs = evaluate.probabilities(scale(log_probs, labels))
+        chosen = metrics.summary(probs, labels, ("ece", "nll"), resamples=0)
+        found[way] = {metric: item.value for metric, item in chosen.items()}
+    return found
 
 
 def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[str, float]:
@@ -253,6 +282,8 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 
 
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
+    from calmatch import modelfile  # brings networks, seconds that readers of results spare
+
     net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
     modelfile.write(
         folder,

@@ -91,7 +91,7 @@ class BAM(Method):
         }
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
-        x, w, s = apart(net, *batch.x, *batch.u)
+        x, w, s = apart(net, *batch.x, *batch.u, grad=(True, False, True))
         layer = net.get_submodule("heads.bayes")
         assert isinstance(layer, Bayes)
         eps = [batch.draws[name].to(x.features.dtype) for name in ("eps_weight", "eps_bias")]

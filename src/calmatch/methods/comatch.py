@@ -64,7 +64,7 @@ class CoMatch(Method):
         return {"project": projector(self.task.features, self.size)}
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
-        x, w, s, other = apart(net, *batch.x, *batch.u)
+        x, w, s, other = apart(net, *batch.x, *batch.u, grad=(True, False, True, True))
         f_x, f_w, f_s, f_o = embed(net, x, w, s, other)
         queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
         aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)

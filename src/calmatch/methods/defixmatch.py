@@ -25,7 +25,8 @@ class DeFixMatch(Method):
         return p.argmax(-1), (p.amax(-1) >= self.threshold).to(p.dtype)
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
-        x, x_strong, weak, strong = apart(net, *batch.x, *batch.u)
+        views = (*batch.x, *batch.u)
+        x, x_strong, weak, strong = apart(net, *views, grad=(True, True, False, True))
         guess, mask = self.trusted(weak.logits)
         x_guess, x_mask = self.trusted(x.logits)
         anti = (x_mask * ops.hard_loss(x_strong.logits, x_guess)).mean()

@@ -53,7 +53,7 @@ class SimMatch(Method):
         return {"project": projector(self.task.features, self.size)}
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
-        x, w, s = apart(net, *batch.x, *batch.u)
+        x, w, s = apart(net, *batch.x, *batch.u, grad=(True, False, True))
         f_x, f_w, f_s = embed(net, x, w, s)
         f_x, f_w = f_x.detach(), f_w.detach()
         queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")

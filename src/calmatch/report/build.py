@@ -47,7 +47,11 @@ def build(runs: Sequence[Run], path: Path) -> Path:
         data["gapGrid"] = summary.gap_grid(found)
         for run, one in zip(data["runs"], found, strict=True):
             run["gaps"] = summary.gaps(one, data["gapGrid"])
-        view["differences"] = content.differences(runs)
+        view |= {
+            "differences": content.differences(runs),
+            "sentences": words.comparison(data["runs"]),
+            "example": "",
+        }
     for run, chance in zip(data["runs"], chances, strict=True):
         run["chance"] = chance
         run["verdict"] = words.verdict(run, chance)
@@ -83,7 +87,7 @@ def _tables(data: dict[str, Any]) -> dict[str, tables.Table]:
     kinds = (tables.reliability, tables.smooth, tables.risk, tables.tested, tables.trained)
     found = {kind.__name__: kind(runs) for kind in kinds}
     if "confusion" in data:
-        found["confusion"] = tables.confusion(data)
+        found |= {"confusion": tables.confusion(data), "logits": tables.logits(data)}
     return found
 
 
@@ -92,7 +96,8 @@ def _environment() -> jinja2.Environment:
     loader = jinja2.PackageLoader("calmatch.report", "")
     page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     page.trim_blocks = page.lstrip_blocks = True
-    page.filters["percent"] = tables.percent
+    page.filters |= {"percent": tables.percent, "signed": tables.signed}
+    page.filters["whole"] = lambda text: text.replace(" %", "\u00a0%")  # no line break in between
     # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
     page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return page

@@ -48,7 +48,7 @@ function binWords(bin, run) {
     ["pictures", `${whole(bin.n)} (${percent(bin.n / run.n)} of all)`],
     ["confidence", `${percent(bin.confidence)} on average`],
     ["accuracy", `${percent(bin.accuracy)} (95 %: ${between(bin.low, bin.high)})`],
-    ["difference", `${gap > 0 ? "+" : ""}${gap.toFixed(1)} points: ${side}`],
+    ["difference", `${gap > 0 ? "+" : ""}${signed(gap)} points: ${side}`],
   ];
   for (const [term, text] of rows) facts.append(make("dt", {}, term), make("dd", {}, text));
   const found = [make("p", { class: "bin-title" }, binTitle(bin)), facts];
@@ -62,8 +62,9 @@ function binWords(bin, run) {
 function example(picture) {
   const ok = picture.truth === picture.guess;
   const words = ok ? name(picture.guess) : `${name(picture.guess)}, is ${name(picture.truth)}`;
+  const few = ok ? short(name(picture.guess), 16) : `${short(name(picture.guess), 16)}, is ${short(name(picture.truth), 16)}`;
   const sign = make("span", { class: ok ? "ok" : "no" }, ok ? "✓ " : "✗ ");
-  return make("li", {}, image(picture, words), sign, words);
+  return make("li", {}, image(picture, words), sign, few);
 }
 
 function image(picture, words) {
@@ -75,6 +76,7 @@ function histogram(width, out) {
   const [height, top, bottom] = [280, 14, 44];
   const bins = run.bins;
   const most = 100 * d3.max(bins, (bin) => bin.n / run.n);
+  const left = (run.confidence + run.accuracy) / 2 < 0.45; // labels stand where there is room
   const marks = [["mean confidence", run.confidence, null], ["accuracy", run.accuracy, "5 4"]];
   const plot = Plot.plot({
     ...LOOKS, width, height, marginLeft: 50, marginRight: 14, marginTop: top, marginBottom: bottom,
@@ -86,7 +88,7 @@ function histogram(width, out) {
       Plot.ruleY([0], { stroke: "var(--grid)" }),
       ...marks.flatMap(([text, value, dash], k) => [
         Plot.ruleX([100 * value], { stroke: "var(--c2)", strokeWidth: 2, strokeDasharray: dash }),
-        Plot.text([100 * value], { x: (d) => d, y: most * (1.08 - 0.09 * k), text: () => `${text} ${percent(value)} ${k ? "┄" : "─"}`, textAnchor: "end", dx: -6, fill: "currentColor" }),
+        Plot.text([100 * value], { x: (d) => d, y: most * (1.08 - 0.09 * k), text: () => `${text} ${percent(value)} ${k ? "┄" : "─"}`, textAnchor: left ? "start" : "end", dx: left ? 6 : -6, fill: "currentColor" }),
       ]),
       sideLabel("share of pictures, %"),
     ],
@@ -183,13 +185,14 @@ function confusion(width, out) {
     ],
   });
   plot.setAttribute("aria-label", "Confusion matrix: truth by row, guess by column");
-  const cell = (size - margin - 8) / order.length;
+  const [x, y] = [plot.scale("x"), plot.scale("y")];
   const items = data.map((d) => ({
-    x: margin + d.p * cell, y: 8 + d.t * cell, width: cell, height: cell, row: d.t, column: d.p, datum: d, label: cellTitle(d),
+    x: x.apply(d.p), y: y.apply(d.t), width: x.bandwidth, height: y.bandwidth, row: d.t, column: d.p, datum: d, label: cellTitle(d),
   }));
   const made = spots(plot, items, (d) => out.replaceChildren(...cellWords(d)));
   const mistakes = d3.range(data.length).filter((k) => data[k].t !== data[k].p);
-  if (data.length) made.choose(d3.greatest(mistakes, (k) => data[k].n) ?? 0);
+  const pictured = mistakes.filter((k) => keptOf(data[k]).length);
+  if (data.length) made.choose(d3.greatest(pictured.length ? pictured : mistakes, (k) => data[k].n) ?? 0);
   return plot;
 }
 
@@ -202,11 +205,15 @@ function cellTitle({ t, p, n, share }) {
 function cellWords(d) {
   const found = [make("p", { class: "bin-title" }, cellTitle(d))];
   if (!DATA.pictures) return found;
-  const [truth, guess] = [d.t, d.p].map((k) => DATA.confusion.order[k]);
-  const some = Object.values(DATA.pictures.shown).filter((picture) => picture.truth === truth && picture.guess === guess);
+  const some = keptOf(d);
   const strip = make("ul", { class: `strip ${DATA.pictures.side <= 32 ? "pixels" : ""}` }, ...some.slice(0, 8).map(example));
   if (!some.length) return [...found, make("p", { class: "fine" }, "No picture of these was kept.")];
   return [...found, make("p", { class: "fine" }, `Pictures kept: ${some.length} of ${whole(d.n)}`), strip];
+}
+
+function keptOf({ t, p }) {
+  const [truth, guess] = [t, p].map((k) => DATA.confusion.order[k]);
+  return Object.values(DATA.pictures?.shown ?? {}).filter((picture) => picture.truth === truth && picture.guess === guess);
 }
 
 function logits(width, out) {
@@ -240,7 +247,7 @@ function logits(width, out) {
   const y = plot.scale("y");
   const items = rows.map((row, k) => ({
     x: margin, width: width - margin - 14, y: y.apply(-k) - step, height: step, datum: row,
-    label: `${k ? "Logit of" : "Logit of the true class"} ${title(row)}: mean ${row.mean.toFixed(1)}, nine in ten between ${row.low.toFixed(1)} and ${row.high.toFixed(1)}`,
+    label: `${k ? "Logit of" : "Logit of the true class"} ${title(row)}: mean ${signed(row.mean)}, nine in ten between ${signed(row.low)} and ${signed(row.high)}`,
   }));
   spots(plot, items, (row, item) => out.replaceChildren(item.label));
   return plot;
@@ -253,7 +260,7 @@ function curves(width, out) {
     name: splits.length > 1 ? `${title} (${split})` : title, ...look(k + 2 * j),
     points: DATA.runs[0].tested.filter((line) => line.split === split && line[field] !== undefined).map((line) => ({ x: line.step, y: 100 * line[field] })),
   })));
-  return overSteps(width, series, { y: "% of pictures; percentage points", label: "Error and calibration error over training steps" }, out, "This run was not measured while it was trained.");
+  return overSteps(width, series, { y: "error and ECE, %", label: "Error and calibration error over training steps" }, out, "This run was not measured while it was trained.");
 }
 
 function agreement(width, out) {
@@ -262,7 +269,7 @@ function agreement(width, out) {
     name: title, ...look(k),
     points: DATA.runs[0].trained.filter((line) => line.accepted !== undefined && line[field] !== undefined).map((line) => ({ x: line.step, y: 100 * line[field] })),
   }));
-  return overSteps(width, series, { y: "share, %", yDomain: [0, 100], label: "Agreement of weak and strong views over training steps" }, out, "No unlabelled pictures were used.");
+  return overSteps(width, series, { y: "share, %", yDomain: [0, 100], label: "Agreement of weak and strong views over training steps" }, out, DATA.runs[0].trained.length ? "No unlabelled pictures were used." : "This run kept no record of its training.");
 }
 
 function overSteps(width, series, options, out, nothing) {

@@ -1,4 +1,4 @@
-"""Pictures: `prepare_x` computes, `draw_x` draws."""
+"""Pictures outside the page, by matplotlib: `prepare_x` computes, `draw_x` draws."""
 
 from __future__ import annotations
 
@@ -66,55 +66,8 @@ def reliability_figure(runs: Sequence[Run]) -> Figure:
         return figure
 
 
-def prepare_curves(run: Run) -> dict[str, Any]:
-    """Error and ECE on the test set over time, and the pseudo-labels' shares."""
-    tested = run.lines("test")
-    trained = [line for line in run.lines() if "accepted" in line]
-    return {
-        "test": [(line["step"], line["error"], line["ece"]) for line in tested],
-        "pseudo": [(line["step"], line["accepted"], line["agree"]) for line in trained],
-    }
-
-
-def draw_curves(figure: Figure, found: dict[str, Any]) -> None:
-    """Learning curves left, pseudo-labels right."""
-    left, right = figure.subplots(1, 2)
-    for place, (label, colour) in enumerate((("error", BLUE), ("ECE", ORANGE)), start=1):
-        points = [(row[0], 100 * row[place]) for row in found["test"]]
-        left.plot(*zip(*points, strict=True), "o-", ms=3, label=label, color=colour)
-    left.set(xlabel="step", ylabel="% of the test set", ylim=(0, None))
-    left.legend(frameon=False)
-    for place, (label, colour) in enumerate((("accepted", BLUE), ("agreeing", ORANGE)), start=1):
-        points = [(row[0], 100 * row[place]) for row in found["pseudo"] if row[place] is not None]
-        if points:
-            right.plot(*zip(*points, strict=True), "o-", ms=3, label=label, color=colour)
-    right.set(
-        xlabel="step", ylabel="accepted: % of unlabelled\nagreeing: % of accepted", ylim=(0, 101)
-    )
-    if found["pseudo"]:
-        right.legend(frameon=False)
-    else:
-        right.text(0.5, 0.5, "no unlabelled pictures used", ha="center", transform=right.transAxes)
-
-
-def curves_figure(run: Run) -> Figure:
-    """Learning curves of one run."""
-    with mpl.rc_context(FONT):
-        figure = Figure(figsize=(6.6, 2.4), layout="constrained")
-        draw_curves(figure, prepare_curves(run))
-        return figure
-
-
 def _wrapped(title: str) -> str:
     return title.replace(" + ", "\n+ ") if " + " in title else f"{title}\n"
-
-
-def svg(figure: Figure) -> str:
-    """A figure as an <svg> element."""
-    text = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "calmatch", "svg.fonttype": "path"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def save(figure: Figure, path: Path) -> Path:

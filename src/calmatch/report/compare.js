@@ -11,7 +11,7 @@ function overlay(pointsOf, options) {
 }
 
 const diagonal = () => Plot.line([[0, 0], [100, 100]], { stroke: "currentColor", strokeDasharray: "6 5", strokeOpacity: 0.7 });
-const filled = (run) => run.bins.filter((bin) => bin.n);
+const filled = (run) => run.bins.filter((bin) => bin.n >= 5);
 const confidenceAxis = { x: "confidence, %", xDomain: [0, 100], say: (x) => `Confidence ${x.toFixed(0)} %` };
 const bySteps = { x: "step", say: (x) => `Step ${whole(x)}` };
 const overTime = (field) => (run) =>
@@ -39,7 +39,7 @@ const COMPARED = () => ({
   ),
   gaps: overlay(
     (run) => run.gaps.map((y, k) => ({ x: DATA.gapGrid[k], y })),
-    { x: "largest logit minus smallest", y: "density", markers: 8, height: 320, label: "Largest logit distance of all runs",
+    { x: "largest logit minus smallest", y: "density", yTicks: [], markers: 8, height: 320, label: "Largest logit distance of all runs",
       say: (x) => `Distance ${x.toFixed(1)}`, value: (p) => p.y.toFixed(3) },
   ),
   curves: overlay(overTime("error"), { ...bySteps, y: "error, %", label: "Error over training steps" }),

@@ -69,13 +69,16 @@ def details(run: Run, found: Judged) -> dict[str, Any]:
 
 def operating_point(run: Run, found: Judged) -> dict[str, Any] | None:
     """The threshold the model came with; else the most answers with at most 5 % error here."""
-    selective = _json(run.folder / "model.json").get("selective") or {}
-    threshold = selective.get("threshold")
-    if isinstance(threshold, int | float):
-        point = summary.at_threshold(found, float(threshold))
+    selective = _selective(run)
+    if isinstance(selective.get("threshold"), int | float):
+        point = summary.at_threshold(found, float(selective["threshold"]))
         return point and {**point, "own": True}
-    good = [row for row in summary.risk(found, points=10**9) if row["error"] <= WANTED]
-    return {**good[-1], "own": False} if good else None
+    point = summary.most_answers(found, WANTED)
+    return point and {**point, "own": False}
+
+
+def _selective(run: Run) -> dict[str, Any]:
+    return _json(run.folder / "model.json").get("selective") or {}
 
 
 def curves(run: Run) -> list[dict[str, Any]]:
@@ -119,15 +122,21 @@ def about(run: Run, page: Path) -> dict[str, Any]:
         "leaky": bool(run.result.get("leaky")),
         "notes": [str(note) for note in run.result.get("notes", ())],
         "judged": str(run.result.get("judged_note", "")),
+        "promise": words.promise(_selective(run)),
         "cells": [_cell(run, k) for k in range(len(COLUMNS))],
-        "commands": run.result.get("commands")
-        or [f"calmatch train {place} --out NEW_FOLDER", "calmatch report NEW_FOLDER"],
+        "commands": run.result.get("commands") or _repeat(run, place),
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
         "facts": facts(run, environment),
         "link": f"{run.folder.name}/report.html"
         if run.folder.resolve().parent == page.parent.resolve() and own.is_file()
         else "",
     }
+
+
+def _repeat(run: Run, place: Path) -> list[str]:
+    if (run.folder / "fit.json").is_file():
+        return ["calmatch fit PICTURES --out NEW_FOLDER"]
+    return [f"calmatch train {place} --out NEW_FOLDER", "calmatch report NEW_FOLDER"]
 
 
 def _cell(run: Run, place: int) -> dict[str, Any]:
@@ -138,8 +147,11 @@ def _cell(run: Run, place: int) -> dict[str, Any]:
 
 def origin(run: Run) -> str:
     """The dataset and how many pictures of each kind."""
+    judged = "test" if words.judged_on(run) == "test" else "of them judged"
     counts = {k: v for k, v in run.result.get("pictures", {}).items() if v}
-    said = ", ".join(f"{number:,} {kind}" for kind, number in counts.items())
+    said = ", ".join(
+        f"{number:,} {judged if kind == 'test' else kind}" for kind, number in counts.items()
+    )
     return f"{run.config.dataset}: {said}" if said else run.config.dataset
 
 
@@ -153,6 +165,8 @@ def facts(run: Run, environment: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", _weights(run)),
         ("seed", str(config.seed)),
         ("judged on", words.JUDGED.get(words.judged_on(run), words.judged_on(run))),
+        ("calibration", words.calibration(_json(run.folder / "model.json"))),
+        ("before it", words.before(run.result.get("before_calibration") or {})),
         ("device", str(environment.get("device", ""))),
         (
             "versions",

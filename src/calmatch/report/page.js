@@ -18,9 +18,8 @@ function draw(figure) {
 const figures = [...document.querySelectorAll("figure[data-chart]")];
 const redraw = () => figures.forEach(draw);
 
-function fill(select, first) {
-  if (first) select.append(make("option", { value: "" }, first));
-  DATA.classes.forEach((text, id) => select.append(make("option", { value: id }, text)));
+function fill(select, ids) {
+  for (const id of ids) select.append(make("option", { value: id }, name(id)));
 }
 
 // Tables sort by the button in a column's head; numbers as numbers, empty cells last.
@@ -62,16 +61,18 @@ function classFilter() {
 
 function wrongGallery() {
   const [select, list] = ["wrong-class", "wrong-gallery"].map((id) => document.getElementById(id));
-  fill(select, "all");
+  const ids = new Set(DATA.pictures.wrong.flatMap((row) => [DATA.pictures.shown[row].truth, DATA.pictures.shown[row].guess]));
+  select.append(make("option", { value: "" }, "all"));
+  fill(select, d3.sort(ids));
   list.classList.toggle("pixels", DATA.pictures.side <= 32);
   const apply = () => {
     const all = DATA.pictures.wrong.map((row) => DATA.pictures.shown[row]);
     const id = select.value === "" ? null : +select.value;
     const some = all.filter((picture) => id === null || picture.truth === id || picture.guess === id);
     list.replaceChildren(...some.map((picture) => {
-      const words = `${name(picture.guess)}, ${percent(picture.confidence)}`;
-      return make("li", {}, image(picture, `guessed ${words}, is ${name(picture.truth)}`),
-        make("strong", {}, words), make("br"), `is ${name(picture.truth)} (${percent(picture.truth_probability)})`,
+      const says = `says ${name(picture.guess)} (${percent(picture.confidence)})`;
+      const is = `is ${name(picture.truth)} (${percent(picture.truth_probability)})`;
+      return make("li", {}, image(picture, `${says}, ${is}`), make("strong", {}, says), make("br"), is,
         make("span", { class: "name" }, picture.name));
     }));
     document.getElementById("wrong-found").textContent = `${some.length} of ${all.length} pictures`;
@@ -84,8 +85,8 @@ function askedGallery() {
   const list = document.getElementById("asked-gallery");
   list.classList.toggle("pixels", DATA.pictures.side <= 32);
   list.append(...DATA.asked.shown.map((picture) => {
-    const guesses = picture.guesses.map(([id, p]) => `${name(id)} ${percent(p, 0)}`);
-    return make("li", {}, image(picture, guesses.join(", ")), guesses.join(", "), make("span", { class: "name" }, picture.name));
+    const guesses = picture.guesses.map(([id, p]) => `${name(id)}: ${percent(p, 0)}`);
+    return make("li", {}, image(picture, guesses.join(", ")), ...guesses.flatMap((text) => [text, make("br")]), make("span", { class: "name" }, picture.name));
   }));
 }
 
@@ -100,7 +101,9 @@ theme();
 document.querySelectorAll("table.sortable").forEach(sortable);
 if (SINGLE) {
   const chosen = document.getElementById("logit-class");
-  fill(chosen);
+  const ids = d3.range(DATA.classes.length).filter((id) => DATA.logits.classes[id].length);
+  fill(chosen, ids.length ? ids : [0]);
+  chosen.value = d3.greatest(ids, (id) => DATA.perClass[id].error) ?? 0; // the hardest class first
   chosen.addEventListener("change", () => draw(document.querySelector('figure[data-chart="logits"]')));
   classFilter();
   if (document.getElementById("wrong")) wrongGallery();

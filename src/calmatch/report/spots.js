@@ -21,8 +21,9 @@ function drawn(tag, attributes, parent) {
   return element;
 }
 
-const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
-const between = (low, high) => `${(100 * low).toFixed(1)}–${(100 * high).toFixed(1)} %`;
+const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`;
+const between = (low, high) => `${(100 * low).toFixed(1)}–${(100 * high).toFixed(1)}\u00a0%`;
+const signed = (value) => value.toFixed(1).replace("-", "−");
 const whole = (number) => number.toLocaleString("en-US");
 const short = (name, length) => (name.length > length ? name.slice(0, length - 1) + "…" : name);
 const look = (k) => ({
@@ -133,7 +134,7 @@ function lines(width, series, options, out) {
     width, height, marginLeft: 50, marginRight: 14, marginTop: top, marginBottom: bottom,
     style: { fontSize: "12px", background: "none" },
     x: { label: options.x, labelAnchor: "center", labelArrow: "none", domain: options.xDomain, ticks: width < 420 ? 4 : 8 },
-    y: { label: null, domain: options.yDomain || [0, 1.08 * most || 1], ticks: 6, nice: !options.yDomain },
+    y: { label: null, domain: options.yDomain || [0, 1.08 * most || 1], ticks: options.yTicks ?? 6, nice: !options.yDomain },
     marks: [...marks, ...(options.over || []), sideLabel(options.y)],
   });
   plot.setAttribute("aria-label", options.label);

@@ -19,6 +19,7 @@ GRID = 64  # points of a density
 WIDTH = 0.05  # of the smooth curve at least: SmoothECE's own can be too fine to look at
 RIVALS = 5  # classes beside the true one in the logit densities of many classes
 MATRIX = 60  # classes of the confusion matrix at most
+CHOICE = 100  # classes whose logit densities are kept at most
 
 
 class Judged(NamedTuple):
@@ -76,32 +77,45 @@ def chance(found: Judged, number: int = BINS, draws: int = 200) -> dict[str, flo
     return {"low": float(low / n), "mean": float(mean / n), "high": float(high / n)}
 
 
-def smooth(found: Judged, points: int = 101, resamples: int = 100) -> dict[str, Any]:
+def smooth(found: Judged, points: int = 101, resamples: int = 500) -> dict[str, Any]:
     """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band."""
     own, error = metrics.smooth_width(found.confidence, found.right)
     width = max(own, WIDTH)
     at = torch.linspace(0, 1, points, dtype=torch.float64)
     accuracy, density = metrics.smooth_accuracy(found.confidence, found.right, width, at)
     near = density * len(found.right) * width * (2 * torch.pi) ** 0.5  # pictures under the kernel
-    generator = torch.Generator().manual_seed(0)
-    n = len(found.right)
-    drawn = []
-    for _ in range(resamples):
-        pick = torch.randint(n, (n,), generator=generator)
-        drawn.append(
-            metrics.smooth_accuracy(found.confidence[pick], found.right[pick], width, at)[0]
-        )
-    ends = torch.stack(drawn).nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0)
+    low, high = _band(found, width, at.numpy(), resamples)
     seen = near >= 5  # a curve through fewer says nothing
     return {
         "at": at[seen].tolist(),
         "accuracy": accuracy[seen].tolist(),
-        "low": ends[0][seen].tolist(),
-        "high": ends[1][seen].tolist(),
+        "low": low[seen.numpy()].tolist(),
+        "high": high[seen.numpy()].tolist(),
         "density": (density / density.max()).tolist(),
         "width": width,
         "value": float(error),
     }
+
+
+def _band(found: Judged, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
+    """Ends of the smoothed accuracy over bootstrap resamples, confidence rounded to 1/500.
+
+    A resample is a multinomial draw over (rounded confidence, right or wrong), so all are drawn
+    and smoothed at once.
+    """
+    grid = np.linspace(0, 1, 501)
+    place = np.rint(500 * found.confidence.numpy()).astype(int)
+    right = found.right.numpy()
+    counts = np.concatenate([np.bincount(place, share, 501) for share in (right, 1 - right)])
+    draws = np.random.default_rng(0).multinomial(len(right), counts / len(right), resamples)
+    hits, misses = draws[:, :501], draws[:, 501:]
+    mirrored = np.stack([grid, -grid, 2 - grid])  # at 0 and 1
+    kernel = np.exp(-(((at[:, None, None] - mirrored) / width) ** 2) / 2).sum(1)  # [points, 501]
+    residual = (hits * (grid - 1) + misses * grid) @ kernel.T
+    near = (hits + misses) @ kernel.T
+    accuracy = np.clip(at - residual / np.maximum(near, 1e-12), 0, 1)  # [resamples, points]
+    low, high = np.quantile(accuracy, [0.025, 0.975], axis=0)
+    return low, high
 
 
 def risk(found: Judged, points: int = 100) -> list[dict[str, float]]:
@@ -126,6 +140,16 @@ def risk(found: Judged, points: int = 100) -> list[dict[str, float]]:
             row | {"promised": float(promised[end]) / number, "threshold": float(ordered[end])}
         )
     return rows
+
+
+def most_answers(found: Judged, error: float) -> dict[str, float] | None:
+    """The point with the most answers whose error is at most so much; None where there is none."""
+    ordered, order = found.confidence.sort(descending=True)
+    wrong = (1 - found.right)[order].cumsum(0)
+    fine = wrong / torch.arange(1, len(ordered) + 1) <= error
+    fine[:-1] &= ordered[1:] != ordered[:-1]  # tied pictures are answered together
+    good = fine.nonzero()[:, 0]
+    return at_threshold(found, float(ordered[good[-1]])) if len(good) else None
 
 
 def at_threshold(found: Judged, threshold: float) -> dict[str, float] | None:
@@ -192,16 +216,19 @@ def per_class(found: Judged) -> list[dict[str, Any]]:
 def logits(found: Judged) -> dict[str, Any]:
     """Densities of every class's logit over the pictures of each true class.
 
-    Log-probabilities keep logit differences; each picture's are shifted to have mean zero.
+    Log-probabilities keep logit differences; each picture's are shifted to have mean zero. Of very
+    many classes those with most mistakes are kept, and the others' lists are empty.
     """
     logs = found.log_probs.double().clamp_min(-100.0)  # a class may have probability zero
     values: Floats = (logs - logs.mean(1, keepdim=True)).numpy()
     grid = _grid(values)
     classes = values.shape[1]
+    mistakes = np.bincount(found.labels.numpy(), 1 - found.right.numpy(), classes)
+    kept = set(np.argsort(-mistakes, kind="stable")[:CHOICE].tolist())
     rows: list[list[dict[str, Any]]] = []
     for k in range(classes):
         own = values[found.labels.numpy() == k]
-        if len(own) < 2:
+        if len(own) < 2 or k not in kept:
             rows.append([])
             continue
         near = np.argsort(-own.mean(0), kind="stable")

@@ -13,6 +13,14 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}"
 
 
+def signed(value: float, digits: int = 1) -> str:
+    """With a plus or a minus, except for what rounds to nothing."""
+    text = f"{abs(value):.{digits}f}"
+    if float(text) == 0:
+        return text
+    return f"{'+' if value > 0 else '−'}{text}"
+
+
 def made(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     return {"head": list(head), "rows": [list(row) for row in rows]}
 
@@ -66,6 +74,20 @@ def confusion(data: Data) -> Table:
     names = data["classes"]
     rows = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
     return made(["truth", "taken for", "pictures"], rows)
+
+
+def logits(data: Data) -> Table:
+    names = data["classes"]
+    rows = [
+        [
+            names[truth],
+            names[row["of"]] if isinstance(row["of"], int) else "all others",
+            *(f"{row[key]:.1f}" for key in ("mean", "low", "high")),
+        ]
+        for truth, several in enumerate(data["logits"]["classes"])
+        for row in several
+    ]
+    return made(["truth", "logit of", "mean", "5 % below", "5 % above"], rows)
 
 
 def tested(runs: Sequence[Data]) -> Table:

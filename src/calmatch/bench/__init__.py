@@ -1,0 +1,1 @@
+"""The paper as suites of runs, with its tables, statistics and figures."""

@@ -1,0 +1,340 @@
+"""Suites on one machine: queue, failures, interruptions, estimates, array jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from calmatch import checkpoint, cli, load_run, train
+from calmatch.bench import engines, pace, ray_node, run, suites
+from calmatch.bench import job as jobs
+from calmatch.bench.board import Board
+from calmatch.bench.engines import Slot
+from calmatch.bench.job import Job
+from calmatch.options import BenchOptions
+from conftest import ALONE, calmatch
+
+PLACES = [Slot(f"cpu {k}", {"OMP_NUM_THREADS": "1"}) for k in range(2)]
+FILES = ("result.json", "metrics.jsonl", "predictions.npz", "model.safetensors")
+
+
+def perform(todo, places=PLACES):
+    """The local engine in this process."""
+    board = Board("test", todo, quiet=True)
+    engines.local(todo, board, places, [])
+    return {job.name: board.items[job] for job in todo}
+
+
+def lines_of(folder):
+    return (folder / jobs.LOG).read_text().splitlines()
+
+
+def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path):
+    good = Job("good", tiny(), tmp_path / "good")
+    bad = Job("bad", tiny(lr=1e30), tmp_path / "bad")
+    found = perform([bad, good])
+    assert found["good"].state == "finished"
+    assert found["bad"].state == "failed"
+    assert found["bad"].note.startswith("exit code 2: calmatch: The loss became infinite")
+    assert load_run(good.folder).config == good.config
+    before = (good.folder / "result.json").stat().st_mtime_ns
+    again = perform([bad, good])
+    assert [again[name].state for name in ("good", "bad")] == ["kept", "failed"]
+    assert (good.folder / "result.json").stat().st_mtime_ns == before
+    assert sum(" -m calmatch train " in line for line in lines_of(bad.folder)) == 2
+    assert "The loss became infinite" in jobs.last_lines(bad.folder)[-1]
+
+
+def test_a_run_that_another_process_holds_is_waited_for_and_kept(tiny, tmp_path, monkeypatch):
+    job = Job("held", tiny(), tmp_path / "held")
+    board = Board("test", [job], quiet=True)
+    lock = checkpoint.lock(job.folder)
+    lock.__enter__()
+    waited = []
+
+    def finish_elsewhere():
+        waited.append(board.items[job].state)
+        if len(waited) == 2:
+            (job.folder / "config.json").write_text(json.dumps(job.config.dump()))
+            metrics = {key: {"value": 0.5} for key in ("error", "ece")}
+            (job.folder / "result.json").write_text(json.dumps({"metrics": metrics}))
+            lock.__exit__(None, None, None)
+
+    monkeypatch.setattr(board, "tick", finish_elsewhere)
+    monkeypatch.setattr(jobs, "start", lambda *_: pytest.fail("it was started a second time"))
+    engines.local([job], board, PLACES, [])
+    assert waited[0] == "held"
+    assert board.items[job].state == "kept"
+
+
+def test_states_tell_finished_half_done_and_new_apart_and_refuse_another_config(tiny, tmp_path):
+    job = Job("run", tiny(steps=30), tmp_path / "run")
+    assert jobs.state(job) == "new"
+    assert not job.folder.exists()
+    jobs.command(job)
+    (job.folder / "checkpoint").mkdir()
+    (job.folder / "checkpoint" / "000000020.safetensors").touch()
+    assert jobs.state(job) == "half done"
+    assert jobs.saved(job.folder) == 20
+    with checkpoint.lock(job.folder):
+        assert jobs.state(job) == "running"
+    for look in (jobs.state, jobs.command):
+        with pytest.raises(ValueError, match="holds a run with steps=30"):
+            look(job._replace(config=tiny(steps=40)))
+    assert jobs.state(job._replace(config=tiny(steps=30, workers=7))) == "half done"
+
+
+def write_times(folder, moments):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps({"step": s, "unix": t}) + "\n" for s, t in moments)
+    (folder / "times.jsonl").write_text(text + '{"step": 99')  # a line half written
+
+
+def test_the_pace_of_a_run_forgets_the_night_it_was_stopped(tmp_path):
+    steady = [(step, 1000 + 0.1 * step) for step in range(10, 200, 10)]
+    night = [(step, t + (30_000 if step > 100 else 0)) for step, t in steady]
+    for moments in (steady, night):
+        write_times(tmp_path / "run", moments)
+        assert pace.of(tmp_path / "run", 200).step == pytest.approx(0.1)
+    assert jobs.reached(tmp_path / "run") == 190
+    assert pace.of(tmp_path / "nothing", 200) is None
+
+
+def test_an_estimate_prefers_the_same_method_and_says_what_is_unknown(tiny, tmp_path):
+    todo = [
+        Job("a", tiny("fixmatch", steps=100), tmp_path / "a"),
+        Job("b", tiny("freematch", steps=100), tmp_path / "b"),
+        Job("c", tiny("vat", steps=100), tmp_path / "c"),
+        Job("d", tiny("vat", steps=100, net="small"), tmp_path / "d"),
+    ]
+    write_times(todo[0].folder, [(step, 1.0 * step) for step in (10, 20, 30)])
+    write_times(todo[1].folder, [(step, 3.0 * step) for step in (10, 20, 30)])
+    (todo[0].folder / jobs.LOG).write_text("# 2026-01-01 00:00:00 x\n# exit code 0 after 108.0 s\n")
+    paces = pace.known(todo)
+    assert pace.find(todo[0].config, paces) == pytest.approx((1.0, 8.0))
+    assert pace.find(todo[1].config, paces) == pytest.approx((3.0, 0.0))
+    assert pace.find(todo[2].config, paces) == pytest.approx((2.0, 8.0))  # the same net and batch
+    assert pace.estimate(todo, paces) == (pytest.approx(108 + 300 + 208), 1)
+
+
+def test_a_machine_is_divided_by_cores_and_cards(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(engines, "devices", lambda: ("cpu", ["0"]))
+    assert [slot.env["OMP_NUM_THREADS"] for slot in engines.slots(100)] == ["1"] * 8
+    assert [slot.env["OMP_NUM_THREADS"] for slot in engines.slots(3)] == ["2"] * 3
+    assert len(engines.slots(100, per_device=2)) == 2
+    monkeypatch.setattr(engines, "devices", lambda: ("cuda", ["3", "5"]))
+    cards = engines.slots(100, per_device=2)
+    assert [slot.env["CUDA_VISIBLE_DEVICES"] for slot in cards] == ["3", "5"]
+    assert [slot.together for slot in cards] == [2, 2]
+
+
+def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path):
+    settings = [tiny(seed=0), tiny(seed=1, split_seed=1), tiny("freematch", seed=0)]
+    todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
+    found = perform(todo, [Slot("card", {"OMP_NUM_THREADS": "1"}, together=3)])
+    assert [item.state for item in found.values()] == ["finished"] * 3
+    assert "calmatch.bench.together" in lines_of(todo[0].folder)[0]
+    assert not (todo[1].folder / jobs.LOG).exists()
+    assert (todo[1].folder / "report.html").exists()
+    alone = train(settings[1], tmp_path / "alone", quiet=True)
+    for name in FILES:
+        assert (alone.folder / name).read_bytes() == (todo[1].folder / name).read_bytes(), name
+
+
+@pytest.fixture
+def stand_in(tiny, monkeypatch):
+    """A suite of two rows with one seed each, called tiny."""
+
+    def rows():
+        """For tests."""
+        return [
+            suites.Cell("tiny", method, "synthetic_16", 0, tiny(method), "made up")
+            for method in ("supervised", "fixmatch")
+        ]
+
+    monkeypatch.setitem(suites.SUITES, "tiny", rows)
+
+
+def test_a_dry_run_lists_states_and_measures_real_steps(stand_in, tmp_path, capsys):
+    assert cli.main(["bench", "tiny", "--out", str(tmp_path), "--dry-run", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["0", "supervised"], ["1", "fixmatch"]]
+    assert lines[2] == "Protocol of 0-1: made up."
+    assert lines[3] == "2 runs: 2 new."
+    assert lines[4].startswith("Time: about ")
+    assert not list(tmp_path.rglob("*.json"))  # nothing was begun
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["bench", "digit"], "Did you mean 'digits'"),
+        (["bench", "tiny", "--only", "vat"], "No run of tiny has 'vat'"),
+        (["bench", "tiny", "--index", "2"], "between 0 and 1"),
+        (["bench", "tiny", "--jobs", "-1"], "--jobs"),
+        (["bench", "tiny", "--steps", "0"], "--steps"),
+        (["bench", "tiny", "--engine", "ray", "--address", "ray://x:1"], "machine of the cluster"),
+    ],
+)
+def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys, words, sentence):
+    if "ray" in words:
+        pytest.importorskip("ray")
+    assert cli.main([*words, "--out", str(tmp_path)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_fewer_steps_shrink_every_interval(tiny):
+    config = tiny(steps=1000, warmup=100, log_every=50, eval_every=0, checkpoint_every=500)
+    small = run.scaled(config, 10)
+    assert (small.steps, small.warmup, small.log_every) == (10, 1, 1)
+    assert (small.eval_every, small.checkpoint_every) == (0, 5)
+
+
+def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
+    options = BenchOptions("tiny", tmp_path, seeds=(3, 4), only="FIX", protocol="paper", steps=6)
+    found = run.choose(options)
+    assert [(cell.row, cell.seed) for cell in found] == [("fixmatch", 3), ("fixmatch", 4)]
+    assert {cell.config.protocol for cell in found} == {"paper"}
+    assert {cell.config.steps for cell in found} == {6}
+
+
+# Ray's desk, without Ray
+
+
+def test_only_the_newest_attempt_may_write_and_the_result_comes_last(tmp_path, monkeypatch):
+    desk = ray_node.Desk([str(tmp_path / "run")])
+    desk.expect(0, 1)
+    assert desk.open(0, 1, "a") == {}
+    files = {"result.json": b"{}", "checkpoint/000000001.safetensors": b"1", "metrics.jsonl": b"x"}
+    written = []
+    original = checkpoint.write
+    monkeypatch.setattr(
+        checkpoint, "write", lambda path, data: (written.append(path.name), original(path, data))
+    )
+    assert desk.report(0, 1, 5, files, list(files)) is False
+    assert written == ["000000001.safetensors", "metrics.jsonl", "result.json"]
+    desk.expect(0, 2)
+    assert desk.open(0, 1, "a") is None
+    assert desk.report(0, 1, 9, {"metrics.jsonl": b"late"}, []) is True
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b"x"
+    assert desk.open(0, 2, "b") == files
+    newer = {"checkpoint/000000002.safetensors": b"2"}
+    desk.report(0, 2, 9, newer, list(newer))
+    assert jobs.saved(tmp_path / "run") == 2
+    assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 1
+    desk.stop()
+    assert desk.report(0, 2, 9, {}, []) is True
+    assert desk.open(0, 2, "b") is None
+
+
+def test_a_node_sends_only_what_changed_and_nothing_hidden(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    for name in ("metrics.jsonl", "checkpoint/1.safetensors", ".lock"):
+        (tmp_path / name).write_text(name)
+    files, marks = ray_node.changed(tmp_path, {})
+    assert list(files) == ["checkpoint/1.safetensors", "metrics.jsonl"]  # the log after it
+    assert ray_node.changed(tmp_path, marks)[0] == {}
+    (tmp_path / "metrics.jsonl").write_text("more")
+    assert ray_node.changed(tmp_path, marks)[0] == {"metrics.jsonl": b"more"}
+
+
+# The command as a person uses it
+
+SUITE = ["bench", "digits", "--only", "supervised", "--seeds", "0", "1"]
+
+
+def begin(out, *words, **streams):
+    command = [sys.executable, "-m", "calmatch", *SUITE, "--out", str(out), *words]
+    return subprocess.Popen(command, env=ALONE, text=True, start_new_session=True, **streams)
+
+
+def children(out):
+    """Processes that train under this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "train" in words and any(word.startswith(str(out)) for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(condition, seconds=120.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.05)
+
+
+def checkpoints(out):
+    return list(out.glob("*/*/*/checkpoint/*.safetensors"))
+
+
+@pytest.mark.slow
+def test_an_interrupted_suite_goes_on_and_ends_with_the_same_bytes(tmp_path):
+    words = ("--steps", "300")
+    for name, number, code in (("int", signal.SIGINT, 130), ("term", signal.SIGTERM, 143)):
+        out = tmp_path / name
+        process = begin(out, *words, stderr=subprocess.PIPE)
+        wait_for(lambda out=out: len({path.parent for path in checkpoints(out)}) == 2)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert "the same command continues" in errors
+        assert not children(out)
+        assert not list(out.rglob("result.json"))
+    # a machine that dies: nobody is left behind, and the checkpoint is not lost
+    process = begin(tmp_path / "kill", *words)
+    wait_for(lambda: checkpoints(tmp_path / "kill"))
+    process.kill()
+    process.wait()
+    wait_for(lambda: not children(tmp_path / "kill"), 30)
+    # two at once share the work; one after another end in the same bytes
+    both = [begin(tmp_path / "term", *words, stderr=subprocess.PIPE) for _ in range(2)]
+    for one in both:
+        one.communicate(timeout=200)
+    assert [one.returncode for one in both] == [0, 0]
+    for name in ("int", "kill", "whole"):
+        found = calmatch(*SUITE, "--out", tmp_path / name, *words, timeout=200)
+        assert found.returncode == 0, found.stderr
+        assert ("continues at step" in found.stderr) == (name != "whole")
+    for seed in ("seed0", "seed1"):
+        logs = lines_of(tmp_path / "term" / "digits_40" / "supervised" / seed)
+        assert sum(line.startswith("# exit code 0") for line in logs) == 1
+        for file in FILES:
+            whole, *others = (
+                (tmp_path / name / "digits_40" / "supervised" / seed / file).read_bytes()
+                for name in ("whole", "int", "term", "kill")
+            )
+            assert others == [whole] * 3, file
+
+
+@pytest.mark.slow
+def test_an_array_job_runs_one_cell_with_its_own_exit_code(tmp_path):
+    words = [*SUITE, "--out", tmp_path, "--steps", "20", "--index"]
+    assert calmatch(*words, "1").returncode == 0
+    assert [path.parent.name for path in tmp_path.rglob("result.json")] == ["seed1"]
+    assert calmatch(*words, "1").returncode == 0
+    assert calmatch(*words, "2").returncode == 2
+
+
+@pytest.mark.slow
+def test_the_failed_runs_are_named_and_the_exit_code_is_1(tmp_path):
+    folder = tmp_path / "digits_40" / "supervised" / "seed1"
+    (folder / "predictions.npz").mkdir(parents=True)  # in the way
+    found = calmatch(*SUITE, "--out", tmp_path, "--steps", "20")
+    assert found.returncode == 1
+    assert "calmatch: 1 of 2 runs failed" in found.stderr
+    assert str(folder) in found.stderr
+    assert "1 finished, 1 failed" in found.stdout
+    assert (tmp_path / "digits_40" / "supervised" / "seed0" / "result.json").exists()

@@ -1,0 +1,67 @@
+"""Regenerates what docs/bench.md shows: the list of suites, the digits suite's tables, figures.
+
+`python tools/bench_docs.py [FOLDER]` trains the digits suite into FOLDER (`runs/digits`) where
+it is not there yet, then rewrites the page; `--suites` rewrites the list alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from calmatch import api
+from calmatch.bench import figures, render, tables
+from calmatch.bench.groups import gather
+from calmatch.bench.suites import SUITES, cells
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "bench.md"
+ASSETS = ROOT / "docs" / "assets" / "bench"
+DIGITS = ("reliability", "entropy", "logits", "penalty", "convergence", "critical")
+PUBLISHED = ("ranks", "critical", "radar")
+
+
+def between(text: str, name: str, content: str) -> str:
+    """Replace what stands between two markers."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    new, number = re.subn(
+        pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.S
+    )
+    assert number == 1, f"{PAGE} has no place for {name}"
+    return new
+
+
+def suites() -> str:
+    """The suites with their lines and how many runs they are."""
+    lines = ["| suite | what | runs |", "|---|---|---:|"]
+    for name, suite in SUITES.items():
+        said = (suite.__doc__ or "").splitlines()[0]
+        lines.append(f"| `{name}` | {said} | {len(cells(name)):,} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    text = between(PAGE.read_text(), "suites", suites())
+    if "--suites" in sys.argv:
+        PAGE.write_text(text)
+        return
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/digits")
+    for cell in cells("digits"):
+        api.train(cell.config, folder / cell.folder)
+    found = gather([folder], "digits")
+    made = render.markdown(tables.build(found, suite="digits")).replace("### ", "#### ")
+    PAGE.write_text(between(text, "digits", made))
+    ASSETS.mkdir(parents=True, exist_ok=True)
+    for name in DIGITS:
+        drawn = figures.drawn(name, figures.FIGURES[name].prepare(found))
+        (ASSETS / f"digits_{name}.svg").write_bytes(figures.encode(drawn, ".svg"))
+    for name in PUBLISHED:
+        published = figures.FIGURES[name].published
+        assert published is not None
+        drawn = figures.drawn(name, published())
+        (ASSETS / f"published_{name}.svg").write_bytes(figures.encode(drawn, ".svg"))
+
+
+if __name__ == "__main__":
+    main()
