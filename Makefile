@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
+.PHONY: help demo tour test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -16,6 +16,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## the main job on scikit-learn's digits, about a minute
 	$(BIN)/calmatch demo
+
+tour: $(READY)  ## own pictures: 40 labels, fit, predict, report, export; under three minutes
+	rm -rf tour && $(BIN)/python examples/own_pictures.py tour
 
 test: $(READY)  ## the fast tests, under three minutes
 	$(BIN)/python -m pytest -n 2

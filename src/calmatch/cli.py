@@ -84,6 +84,23 @@ def _demo(words: list[str]) -> None:
     demo.run(options.out, quiet=options.quiet)
 
 
+def _fit(words: list[str]) -> None:
+    """Own pictures: class folders (+ unlabelled/), or a folder and a CSV of a few labels."""
+    from calmatch.options import FitOptions
+
+    options = _parse(FitOptions, words, "fit")
+    from calmatch.fit import fit
+    from calmatch.plan import Wish
+
+    given = dict(vars(options))
+    out, quiet = given.pop("out"), given.pop("quiet")
+    frozen, whole = given.pop("frozen"), given.pop("no_frozen")
+    if frozen and whole:
+        raise ValueError("Choose --frozen or --no-frozen, or neither.")
+    given["frozen"] = True if frozen else False if whole else None
+    fit(Wish(**given), out, quiet=quiet)
+
+
 def _train(words: list[str]) -> None:
     """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
     options = _train_options(words)
@@ -290,6 +307,7 @@ def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": _demo,
+    "fit": _fit,
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,

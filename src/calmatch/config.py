@@ -32,6 +32,8 @@ class Config:
     """Who teaches whom: a name of `calmatch methods`, with arguments if wanted."""
     net: str = "small"
     """The network: a name of `calmatch nets`."""
+    frozen: int = 0
+    """Only the last layer learns, from features of so many views a picture; 0: all layers do."""
     labelled_loss: str = ""
     """Loss on labelled pictures; empty: the method's own."""
     unlabelled_loss: str = ""

@@ -205,7 +205,8 @@ def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
 
 
 def _take(pictures: Source) -> examples.Take:
-    return lambda rows: torch.cat([some.cpu() for some in pictures.some(rows).batches(256)])
+    shown: Source = getattr(pictures, "pictures", pictures)  # a frozen network's are features
+    return lambda rows: torch.cat([some.cpu() for some in shown.some(rows).batches(256)])
 
 
 def _result(
@@ -283,16 +284,17 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     from calmatch import modelfile  # brings networks, seconds that readers of results spare
 
+    net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
     modelfile.write(
         folder,
-        parts.judged,
+        net,
         parts.method,
         net=config.net,
         method=config.method,
         classes=list(parts.classes),
         size=parts.size,
-        mean=list(parts.statistics[0]),
-        std=list(parts.statistics[1]),
+        mean=list(statistics[0]),
+        std=list(statistics[1]),
         versions=environment(parts.device)["versions"],
         provenance={
             "data": config.dataset,

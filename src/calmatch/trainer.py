@@ -22,6 +22,7 @@ from calmatch.capture import Captured
 from calmatch.config import Config
 from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
+from calmatch.heads import freeze
 from calmatch.setup import Parts, pick_device, prepare
 
 
@@ -180,7 +181,7 @@ def _train(left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int]) -
                 if due(step, config.log_every, config.steps):
                     _log(run, book, bar)
                 if due(step, config.eval_every, config.steps):
-                    _evaluate(run, book)
+                    _evaluate(run, book, bar)
                 if due(step, every, config.steps) or stop:
                     _save(run, writer, book)
             if stop and step < config.steps:
@@ -193,6 +194,8 @@ def _train(left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int]) -
 
 def _begin(config: Config, folder: Path, quiet: bool) -> Training:
     parts = prepare(config)
+    if config.frozen:
+        parts = freeze(config, parts, quiet).parts(parts.split)
     results.begin(folder, config, parts)
     for line in parts.notes:
         log.tell(line, quiet)
@@ -263,11 +266,12 @@ def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     bar.note(line)
 
 
-def _evaluate(run: Training, lines: log.Lines) -> None:
+def _evaluate(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     """Measure the weights of now; keep them if they are the best so far where that is asked."""
     measured = results.measure(run.parts, run.predict)
     for split, values in measured.items():
         lines.write({"step": run.step, "kind": split, **values})
+        bar.note(values)
     if (metric := configs.selection(run.config)) is None:
         return
     value = measured["test" if run.config.protocol == "paper" else "validation"][metric]
@@ -302,3 +306,13 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def learn(config: Config, parts: Parts, seen: Callable[[int], object] = bool) -> Training:
+    """Train parts in memory, without a folder; `seen` is told each step that is done."""
+    with torch.random.fork_rng():
+        run = _start(config, parts)
+        while run.step < config.steps:
+            run.advance(parts.batches[run.step])
+            seen(run.step)
+    return run
