@@ -128,7 +128,9 @@ def _result(
         "kept": best.name,
         "scores": {one.name: judge.score(one.judged) for one in tried},
         "skipped": [list(item) for item in found.skipped],
-        "notes": [*result["notes"], *found.notes, *plan.notes],
+        # where the head's start came from is no news to the person
+        "notes": [n for n in result["notes"] if not n.startswith("Weights from")]
+        + [*found.notes, *plan.notes],
     }
     result["pictures"]["test"] = len(best.judged.labels)
     return result

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, examples, log, metrics, parallel
+from calmatch import checkpoint, evaluate, examples, log, metrics, parallel, spec
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
 
@@ -48,6 +48,13 @@ class Run(NamedTuple):
     @property
     def title(self) -> str:
         return str(self.result["title"])
+
+    @property
+    def data(self) -> str:
+        """What it learned from, for people: a dataset's name, or the name of their own folder."""
+        item = spec.parse(self.config.dataset)
+        own = item.name in ("pictures", "folder") and item.kwargs.get("root")
+        return Path(str(own)).name if own else self.config.dataset
 
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind."""
