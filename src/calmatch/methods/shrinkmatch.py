@@ -65,7 +65,8 @@ class ShrinkMatch(Method):
         """Loss of the top class against the least likely ones only, as many as leave it sure."""
         ordered, order = p.sort(-1, descending=True)
         top = ordered[:, :1]
-        tail = ordered.flip(-1).cumsum(-1).flip(-1)  # [R, C]: mass of the classes from c on
+        # [R, C]: mass of the classes from c on; CUDA knows no deterministic cumsum
+        tail = ordered @ torch.ones(p.shape[-1], p.shape[-1], dtype=p.dtype, device=p.device).tril()
         sure = top / (top + tail) >= self.threshold
         places = torch.arange(p.shape[-1], device=p.device)
         sure = sure & (places >= 2)  # dropping no class is FixMatch's own test
