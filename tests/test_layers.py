@@ -13,7 +13,7 @@ import calmatch
 
 ROOT = Path(calmatch.__file__).parent
 LAYERS = [
-    {"core", "ops", "parallel", "spec"},
+    {"core", "ops", "parallel", "spec", "memory"},
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
     {
@@ -37,6 +37,7 @@ LAYERS = [
         "options",
         "api",
         "predict",
+        "replay",
         "table",
         "cluster",
         "export",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from calmatch import spec
+from calmatch import memory, spec
 from calmatch.config import Config, load
 
 
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         code = getattr(error, "exit_code", None)
+        if full := memory.advice(error, words[0] if words else ""):
+            print(f"calmatch: {full}", file=sys.stderr)
+            return 2
         if code is None and not (isinstance(error, ValueError) and _ours(error)):
             traceback.print_exc()
             return 1
@@ -223,6 +226,25 @@ def _bench(words: list[str]) -> None:
     run(options)
 
 
+def _replay(words: list[str]) -> None:
+    """A run again: the same byte for byte, or how far away; RUN/fault: a step that went wrong."""
+    from calmatch.options import ReplayOptions
+
+    options = _parse(ReplayOptions, words, "replay")
+    _use_root(options.data_root)
+    from calmatch import replay
+
+    path = options.run
+    if (path / "fault" / "fault.json").is_file() and not (path / "result.json").exists():
+        path = path / "fault"
+    if (path / "fault.json").is_file():
+        replay.fault(path, trust=options.trust)
+        return
+    replay.replay(
+        path, options.steps, tolerance=options.tolerance, trust=options.trust, quiet=options.quiet
+    )
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -293,6 +315,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "bench": _bench,
     "table": _table,
     "figure": _figure,
+    "replay": _replay,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),

@@ -114,12 +114,15 @@ def settle(
         run.restore(tensors, note)
     else:
         tensors = checkpoint.copied(run.tensors())
-    before = _trace(run, fault.noticed, asked)
+    before = trace(run, fault.noticed, asked)
     if asked:
         return
-    step = run.step - 1 if before else None
-    run.restore(before or tensors, {**note, "step": note["step"] if step is None else step})
-    told = _keep(run, folder, fault.noticed, int(note["step"]), step)
+    told = {"noticed": fault.noticed, "checkpoint": note["step"], "rollbacks": run.rollbacks}
+    told |= _told(run, before, note)
+    if parallel.rank() == 0:
+        state = note if before is None else {**note, "step": told["step"]}
+        checkpoint.store(folder / "fault" / "state.safetensors", before or tensors, state)
+        checkpoint.write_json(folder / "fault" / "fault.json", told)
     if config.on_nan == "stop" or run.rollbacks >= MOST:
         raise ValueError(_sentence(config, folder, told, run.rollbacks))
     _go_back(folder, config.saves, tensors, note, told)
@@ -143,7 +146,7 @@ def _good(folder: Path, every: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return {}, dict(FRESH)
 
 
-def _trace(run: Training, until: int, asked: Sequence[int]) -> dict[str, Tensor] | None:
+def trace(run: Training, until: int, asked: Sequence[int] = ()) -> dict[str, Tensor] | None:
     """Step until numbers are not finite; the state before that step. None: they stay finite."""
     while run.step < until and not asked:
         before = checkpoint.copied(run.tensors())
@@ -153,26 +156,28 @@ def _trace(run: Training, until: int, asked: Sequence[int]) -> dict[str, Tensor]
     return None
 
 
-def _keep(
-    run: Training, folder: Path, noticed: int, begin: int, step: int | None
+def _told(
+    run: Training, before: Mapping[str, Tensor] | None, note: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the state before the step, and what is known of it; the run is at that state."""
-    state: dict[str, Any] = {"step": run.step, "sums": run.sums.steps, "rollbacks": run.rollbacks}
-    state |= {"best": run.best_value, "best_step": run.best_step}
-    tensors = checkpoint.copied(run.tensors())
-    told: dict[str, Any] = {"step": step, "noticed": noticed, "checkpoint": begin}
-    told |= {"rollbacks": run.rollbacks, "what": "a number"}
-    if step is not None:
-        parts, rows = probe(run), run.parts.batches.orders
-        told["what"] = _what(parts)
-        told["losses"] = {name: _plain(part) for name, part in parts.items()}
-        for side, ids in (("x", run.parts.split.labelled), ("u", run.parts.split.unlabelled)):
-            name = "labelled" if side == "x" else "unlabelled"
-            told[name] = [ids[k] for k in rows[side][step].tolist()]
-    if parallel.rank() == 0:
-        checkpoint.store(folder / "fault" / "state.safetensors", tensors, state)
-        checkpoint.write_json(folder / "fault" / "fault.json", told)
-    return told
+    """What is known of the step that the run has just made, given the state before it."""
+    if before is None:
+        return {"step": None, "what": "a number"}
+    step, after = run.step - 1, broken(run)
+    run.restore(before, {**note, "step": step})
+    parts, split, orders = probe(run), run.parts.split, run.parts.batches.orders
+    return {
+        "step": step,
+        "what": _what(parts),
+        "losses": {name: _plain(part) for name, part in parts.items()},
+        "after": after,
+        "labelled": [split.labelled[k] for k in orders["x"][step].tolist()],
+        "unlabelled": [split.unlabelled[k] for k in orders["u"][step].tolist()],
+    }
+
+
+def broken(run: Training) -> list[str]:
+    """Names of what is not finite in the state of now."""
+    return [name for name, value in run.tensors().items() if not value.isfinite().all()]
 
 
 def _what(parts: Mapping[str, Part]) -> str:
@@ -191,13 +196,14 @@ def _plain(part: Part) -> dict[str, Any]:
 
 def _sentence(config: Config, folder: Path, told: Mapping[str, Any], rollbacks: int) -> str:
     what, kept = str(told["what"]).capitalize(), folder / "fault"
-    when = f"in step {told['step']:,} (calmatch replay {kept} shows it)"
-    if told["step"] is None:
+    if told["step"] is not None:
+        when = f"in step {told['step']:,}"
+    else:
         when = f"between steps {told['checkpoint']:,} and {told['noticed']:,}, not so when repeated"
     more = " or add --on-nan rollback" if config.on_nan == "stop" else ""
     after = f", after {rollbacks} rollbacks" if rollbacks else ""
     return (
-        f"{what} became infinite or NaN {when}{after}; {kept} holds the state before it. "
+        f"{what} became infinite or NaN {when}{after}; calmatch replay {kept} shows how. "
         f"Lower --lr, set --clip 1{more}."
     )
 

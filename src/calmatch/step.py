@@ -87,7 +87,8 @@ class Training:
         if self.parts.momentum:
             self.parts.ema.load_state_dict(_under("ema/", held))
         self.parts.method.load_state_dict(_under("method/", held))
-        self.best, self.sums.totals = _under("best/", held), _under("sums/", held)
+        self.best = _under("best/", held)
+        self.sums.totals = {k: v.clone() for k, v in _under("sums/", held).items()}
         self.step, self.sums.steps = int(note["step"]), int(note["sums"])
         self.best_value, self.best_step = note["best"], note["best_step"]
         self.rollbacks = int(note.get("rollbacks", 0))

@@ -50,11 +50,7 @@ def together(
     ]
     if len(set(folders)) < len(folders):
         raise ValueError("Runs that are trained together need a folder each.")
-    with ExitStack() as stack:
-        stack.enter_context(deterministic(settings[0].deterministic))
-        stack.enter_context(parallel.started(pick_device(settings[0].device)))
-        for folder in folders:
-            stack.enter_context(results.held(folder))
+    with _working(settings[0], folders) as asked:
         left = []
         for config, folder in zip(settings, folders, strict=True):
             if results.finished(folder, config):
@@ -62,19 +58,38 @@ def together(
             else:
                 left.append((config, folder))
         if left:
-            with torch.random.fork_rng(), _signals() as asked:
-                _train(left, quiet, asked)
+            _train(left, quiet, asked)
         return [results.load(folder) for folder in folders]
 
 
-def _train(left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int]) -> None:
+def first(config: Config, folder: Path, steps: int, *, quiet: bool = False) -> None:
+    """Only the first steps of a run, for their lines."""
+    with _working(config, [folder]) as asked:
+        _train([(config, folder)], quiet, asked, steps)
+
+
+@contextmanager
+def _working(config: Config, folders: Sequence[Path]) -> Iterator[list[int]]:
+    """What holds while runs train; the signals that come meanwhile."""
+    with ExitStack() as stack:
+        stack.enter_context(deterministic(config.deterministic))
+        stack.enter_context(parallel.started(pick_device(config.device)))
+        for folder in folders:
+            stack.enter_context(results.held(folder))
+        stack.enter_context(torch.random.fork_rng())
+        yield stack.enter_context(_signals())
+
+
+def _train(
+    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None = None
+) -> None:
     """To the end; where numbers stop being finite, back to a checkpoint, or out with a sentence."""
-    while fault := _attempt(left, quiet, asked):
-        guard.settle(fault, *left[fault.run], _fresh, asked, quiet)
+    while fault := _attempt(left, quiet, asked, until):
+        guard.settle(fault, *left[fault.run], fresh, asked, quiet)
 
 
 def _attempt(
-    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None = None
+    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None
 ) -> guard.Fault | None:
     """Train from the newest checkpoints on, to the end or to a step in between."""
     runs = [_begin(config, folder, quiet) for config, folder in left]
@@ -118,7 +133,7 @@ def _attempt(
 
 
 def _begin(config: Config, folder: Path, quiet: bool) -> Training:
-    run = _fresh(config)
+    run = fresh(config)
     results.begin(folder, config, run.parts)
     for line in run.parts.notes:
         log.tell(line, quiet)
@@ -166,7 +181,8 @@ def due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _fresh(config: Config) -> Training:
+def fresh(config: Config) -> Training:
+    """A run before its first step."""
     return _start(config, prepare(config))
 
 

@@ -52,7 +52,9 @@ class ShrinkMatch(Method):
             )
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         accepted = ops.moving(self.get_buffer("accepted"), average(mask.mean()), self.momentum)
-        auxiliary = net.get_submodule("heads.auxiliary")(strong.features)
+        rows = strong.features
+        rows = rows.repeat(2, 1) if len(rows) == 1 else rows  # BatchNorm takes no single row
+        auxiliary = net.get_submodule("heads.auxiliary")(rows)[: len(strong.features)]
         shrunk = ((1 - mask) * self.shrunk(p, auxiliary)).mean()
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
