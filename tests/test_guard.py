@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
 
-from calmatch import checkpoint, evaluate, guard, trainer
+from calmatch import checkpoint, cli, evaluate, guard, trainer
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.setup import prepare
 from calmatch.trainer import train
@@ -223,10 +224,15 @@ def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monke
     assert all(value.isfinite().all() for value in tensors.values())
 
 
-def test_the_command_ends_with_one_sentence_and_exit_code_2(tmp_path):
+def test_the_command_ends_with_one_sentence_and_exit_code_2(tmp_path, capsys):
     words = "train digits_40 --dataset synthetic --labels 16 --net tiny --weak crop(1) --steps 30"
-    found = calmatch(*words.split(), "--lr", "1e30", "--out", tmp_path / "run", "--quiet")
-    assert found.returncode == 2
-    assert len(found.stderr.strip().splitlines()) == 1
-    assert str(tmp_path / "run" / "fault") in found.stderr
-    assert "Traceback" not in found.stderr
+    code = cli.main([*words.split(), "--lr", "1e30", "--out", str(tmp_path / "run"), "--quiet"])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert len(said.strip().splitlines()) == 1
+    assert str(tmp_path / "run" / "fault") in said
+    shown = calmatch("replay", tmp_path / "run")
+    assert shown.returncode == 0, shown.stderr
+    assert "goes wrong here too" in shown.stdout
+    assert re.search(r"^labelled +\S+ +\S+", shown.stdout, re.M)
+    assert "Not finite after it: " in shown.stdout

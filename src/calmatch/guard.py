@@ -103,8 +103,8 @@ def settle(
         asked: signals so far; one that comes meanwhile ends the search and nothing is changed.
         quiet: no lines.
     """
-    gc.collect()  # the failed attempt may hold much of the device
     if torch.cuda.is_available():
+        gc.collect()  # the failed attempt may hold much of the device
         torch.cuda.empty_cache()
     parallel.meet()  # the first rank has written what it had begun
     log.tell(f"Numbers are not finite at step {fault.noticed:,}; looking for the step.", quiet)
