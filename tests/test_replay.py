@@ -122,6 +122,11 @@ def test_deterministic_settings_end_with_the_run():
     assert not torch.are_deterministic_algorithms_enabled()
     assert before == (os.environ.get(name), torch.backends.cudnn.benchmark)
     assert sdp == torch.backends.cuda.cudnn_sdp_enabled()
+    undecided = RuntimeError("some_cuda does not have a deterministic implementation, but you set")
+    with pytest.raises(ValueError, match=r"some_cuda .* drop --deterministic"):  # noqa: SIM117
+        with environment.deterministic(True):
+            raise undecided
+    assert not torch.are_deterministic_algorithms_enabled()
     with environment.deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
 

@@ -99,6 +99,14 @@ def deterministic(wanted: bool) -> Iterator[None]:
     try:
         with _compiler():
             yield
+    except RuntimeError as error:
+        found = re.search(r"(\w+) does not have a deterministic implementation", str(error))
+        if not found:
+            raise
+        raise ValueError(
+            f"{found[1]} cannot be computed the same way twice on this device; drop "
+            f"--deterministic, or choose another --net or --method."
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         cudnn.benchmark = before[2]
