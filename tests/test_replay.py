@@ -46,6 +46,14 @@ def test_the_first_steps_alone_are_compared_line_by_line(folder, capsys):
     assert "byte for byte" in capsys.readouterr().out
 
 
+def test_a_run_of_another_device_is_replayed_on_the_one_there_is(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "device": "abacus"}))
+    assert cli.main(["replay", str(folder), "--steps", "6", "--quiet"]) == 2
+    assert "no device 'abacus'" in capsys.readouterr().err
+    assert cli.main(["replay", str(folder), "--steps", "6", "--quiet", "--device", "cpu"]) == 0
+
+
 def test_an_unfinished_run_is_replayed_as_far_as_it_came(folder, capsys):
     (folder / "result.json").unlink()
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)

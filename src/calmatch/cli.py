@@ -232,17 +232,9 @@ def _replay(words: list[str]) -> None:
 
     options = _parse(ReplayOptions, words, "replay")
     _use_root(options.data_root)
-    from calmatch import replay
+    from calmatch.replay import command
 
-    path = options.run
-    if (path / "fault" / "fault.json").is_file() and not (path / "result.json").exists():
-        path = path / "fault"
-    if (path / "fault.json").is_file():
-        replay.fault(path, trust=options.trust)
-        return
-    replay.replay(
-        path, options.steps, tolerance=options.tolerance, trust=options.trust, quiet=options.quiet
-    )
+    command(options)
 
 
 def _report(words: list[str]) -> None:

@@ -218,7 +218,7 @@ def _go_back(
     """Make the checkpoint the newest, with one rollback more in its note and in the log."""
     if parallel.rank() == 0:
         step, count = int(note["step"]), int(note.get("rollbacks", 0)) + 1
-        for later in (folder / "checkpoint").glob("*.safetensors"):
+        for later in checkpoint.scheduled(folder / "checkpoint", 1):
             if int(later.stem) > step:  # a signal's: its steps will be made again, otherwise
                 later.unlink()
         line = {"step": step, "kind": "rollback", "fault": told["step"], "rate": 0.5**count}

@@ -85,6 +85,8 @@ class ReplayOptions:
     """Only the first steps; by default all, of an unfinished run as many as it has logged."""
     tolerance: float = 1e-3
     """The largest difference that counts as the same; further away is exit code 1."""
+    device: str | None = None
+    """Another device than the run's config names, cpu for example."""
     data_root: Path | None = None
     """Where datasets are; also CALMATCH_DATA."""
     trust: bool = False

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from calmatch import config as configs
 from calmatch import guard, trainer
 from calmatch.config import Config
 from calmatch.environment import deterministic, differences
+
+if TYPE_CHECKING:
+    from calmatch.options import ReplayOptions
 
 
 class Different(Exception):
@@ -36,11 +39,30 @@ class Verdict(NamedTuple):
     differ: list[str]  # versions, hardware and settings
 
 
+def command(options: ReplayOptions) -> None:
+    """What `calmatch replay` does: a fault where that is meant or all there is, else the run."""
+    path = options.run
+    if (path / "fault" / "fault.json").is_file() and not (path / "result.json").exists():
+        path = path / "fault"
+    if (path / "fault.json").is_file():
+        fault(path, device=options.device, trust=options.trust)
+        return
+    replay(
+        path,
+        options.steps,
+        tolerance=options.tolerance,
+        device=options.device,
+        trust=options.trust,
+        quiet=options.quiet,
+    )
+
+
 def replay(
     folder: Path,
     steps: int | None = None,
     *,
     tolerance: float = 1e-3,
+    device: str | None = None,
     trust: bool = False,
     quiet: bool = False,
 ) -> Verdict:
@@ -50,10 +72,11 @@ def replay(
         folder: the run folder; it is only read.
         steps: how many; by default all, of an unfinished run as many as it has logged.
         tolerance: the largest difference that counts as the same.
+        device: another one than the config names.
         trust: import code that the config names.
         quiet: no progress bar and no lines.
     """
-    config = configs.load(folder / "config.json", Config(), trust)
+    config = _config(folder, device, trust)
     told = _told(folder, config.steps)
     if steps is None and not (folder / "result.json").exists():
         steps = told[-1][0] if told else 0
@@ -78,6 +101,11 @@ def replay(
     verdict = verdict._replace(differ=differences(before, now))
     _say(verdict, tolerance)
     return verdict
+
+
+def _config(folder: Path, device: str | None, trust: bool) -> Config:
+    config = configs.load(folder / "config.json", Config(), trust)
+    return config.replace(device=device, engine="auto") if device else config
 
 
 Told = tuple[int, bytes, dict[str, Any]]  # step, bytes and content of a line
@@ -171,15 +199,16 @@ def _say(verdict: Verdict, tolerance: float) -> None:
         print(f"Within the tolerance of {tolerance:g}.")
 
 
-def fault(folder: Path, *, trust: bool = False) -> dict[str, guard.Part]:
+def fault(folder: Path, *, device: str | None = None, trust: bool = False) -> dict[str, guard.Part]:
     """Make the step of a fault again, and show each loss with its gradient.
 
     Args:
         folder: `fault/` of a run folder.
+        device: another one than the config names.
         trust: import code that the config names.
     """
     tensors, note, told = guard.dumped(folder)
-    config = configs.load(folder.resolve().parent / "config.json", Config(), trust)
+    config = _config(folder.resolve().parent, device, trust)
     until = int(told["noticed"] if told["step"] is None else told["step"] + 1)
     with torch.random.fork_rng(), deterministic(config.deterministic):
         run = trainer.fresh(config.replace(compile=False))
