@@ -13,13 +13,16 @@ import calmatch
 
 ROOT = Path(calmatch.__file__).parent
 LAYERS = [
-    {"core", "ops", "parallel", "spec"},
+    {"core", "ops", "parallel", "spec", "memory"},
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
     {
         "trainer",
         "capture",
         "flat",
+        "step",
+        "guard",
+        "environment",
         "evaluate",
         "examples",
         "checkpoint",
@@ -44,6 +47,7 @@ LAYERS = [
         "outcome",
         "estimator",
         "predict",
+        "replay",
         "table",
         "cluster",
         "export",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from calmatch import spec
+from calmatch import memory, spec
 from calmatch.config import Config, load
 
 
@@ -20,10 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # threads that wait by spinning are five times slower where other programs want the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    return guarded(lambda: _dispatch(words))
+    return guarded(lambda: _dispatch(words), words[0] if words else "")
 
 
-def guarded(act: Callable[[], int]) -> int:
+def guarded(act: Callable[[], int], command: str = "") -> int:
     """Do it; mistakes are one sentence, our own faults a traceback."""
     try:
         return act()
@@ -35,6 +35,9 @@ def guarded(act: Callable[[], int]) -> int:
         return 0
     except Exception as error:
         code = getattr(error, "exit_code", None)
+        if full := memory.advice(error, command):
+            print(f"calmatch: {full}", file=sys.stderr)
+            return 2
         if code is None and not (isinstance(error, ValueError) and _ours(error)):
             traceback.print_exc()
             return 1
@@ -247,6 +250,17 @@ def _bench(words: list[str]) -> None:
     run(options)
 
 
+def _replay(words: list[str]) -> None:
+    """A run again: the same byte for byte, or how far away; RUN/fault: a step that went wrong."""
+    from calmatch.options import ReplayOptions
+
+    options = _parse(ReplayOptions, words, "replay")
+    _use_root(options.data_root)
+    from calmatch.replay import command
+
+    command(options)
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -318,6 +332,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "bench": _bench,
     "table": _table,
     "figure": _figure,
+    "replay": _replay,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),

@@ -122,6 +122,26 @@ class ReportOptions:
 
 
 @dataclass
+class ReplayOptions:
+    """Train a run's config again and compare the numbers; the run folder is only read."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run folder; RUN/fault repeats the step whose numbers were not finite."""
+    steps: int | None = None
+    """Only the first steps; by default all, of an unfinished run as many as it has logged."""
+    tolerance: float = 1e-3
+    """The largest difference that counts as the same; further away is exit code 1."""
+    device: str | None = None
+    """Another device than the run's config names, cpu for example."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
+    trust: bool = False
+    """Import code that the config names."""
+    quiet: bool = False
+    """No progress bar; only the verdict."""
+
+
+@dataclass
 class PredictOptions:
     """Answers for pictures: a table with the columns file, label, confidence, set, sure."""
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torch import Tensor
 from calmatch import checkpoint, evaluate, examples, log, metrics, parallel, spec
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
+from calmatch.environment import environment
 
 if TYPE_CHECKING:
     from calmatch.data.resident import Source
@@ -33,9 +32,9 @@ FREE = (
     "source",
     "memory",
     "workers",
+    "on_nan",
 )  # may change when a run is continued
 OFTEN = 20  # evaluations in a run from which compiling them pays
-VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 
 
 class Run(NamedTuple):
@@ -101,8 +100,8 @@ def finished(folder: Path, config: Config) -> Run | None:
     if not path.exists():
         return None
     try:
-        before = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        before = Config().dump() | json.loads(path.read_text("utf-8"))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     other = [k for k, v in config.dump().items() if before.get(k) != v and k not in FREE]
     if other:
@@ -122,25 +121,6 @@ def begin(folder: Path, config: Config, parts: Parts) -> None:
     checkpoint.write_json(folder / "environment.json", environment(parts.device))
     rule = {"rule": "usb", "seed": config.split_seed, "dataset": config.dataset}
     checkpoint.write(folder / "split.json", json.dumps({**rule, **parts.split._asdict()}))
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware that a result depends on."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "versions": {name: _version(name) for name in VERSIONS},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
-        "ranks": parallel.world(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def predictor(config: Config, parts: Parts) -> evaluate.Predictor:
@@ -192,8 +172,7 @@ def finish(
         result = _result(folder, config, parts, log_probs, labels)
         result["step"] = best_step or config.steps
         checkpoint.write_json(folder / "result.json", result)
-    if parallel.world() > 1:
-        torch.distributed.barrier()
+    parallel.meet()
     return load(folder)
 
 
@@ -250,8 +229,17 @@ def _result(
         "best_on_test": best_on_test(lines),
         "temperature_scaled": temperature_scaled(log_probs, labels),
         "interval": "95 % bootstrap over test pictures, one seed",
-        "notes": parts.notes,
+        "notes": [*parts.notes, *_rollbacks(lines)],
     }
+
+
+def _rollbacks(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"Numbers stopped being finite; from step {line['step']:,} on the learning rate was "
+        f"{line['rate']:g} of what the config says."
+        for line in lines
+        if line["kind"] == "rollback"
+    ]
 
 
 def best_on_test(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

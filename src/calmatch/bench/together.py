@@ -22,4 +22,4 @@ def run(folders: Sequence[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.guarded(lambda: run([Path(word) for word in sys.argv[1:]])))
+    sys.exit(cli.guarded(lambda: run([Path(word) for word in sys.argv[1:]]), "train"))
