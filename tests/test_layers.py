@@ -37,6 +37,7 @@ LAYERS = [
         "recipes",
         "bench",
         "cli",
+        "edge",
         "options",
         "api",
         "demo",

@@ -6,13 +6,13 @@ import importlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from calmatch import memory, spec
+from calmatch import spec
 from calmatch.config import Config, load
+from calmatch.edge import guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,34 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # threads that wait by spinning are five times slower where other programs want the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return guarded(lambda: _dispatch(words), words[0] if words else "")
-
-
-def guarded(act: Callable[[], int], command: str = "") -> int:
-    """Do it; mistakes are one sentence, our own faults a traceback."""
-    try:
-        return act()
-    except KeyboardInterrupt:
-        print("calmatch: interrupted.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone, `| head` for example
-        return 0
-    except Exception as error:
-        code = getattr(error, "exit_code", None)
-        if full := memory.advice(error, command):
-            print(f"calmatch: {full}", file=sys.stderr)
-            return 2
-        if code is None and not (isinstance(error, ValueError) and _ours(error)):
-            traceback.print_exc()
-            return 1
-        print(f"calmatch: {error}", file=sys.stderr)
-        return int(code or 2)
-
-
-def _ours(error: ValueError) -> bool:
-    """Whether calmatch itself raised it, as a sentence for the user."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(Path(__file__).parent)
 
 
 def _dispatch(words: list[str]) -> int:
