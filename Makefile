@@ -20,7 +20,7 @@ demo: $(READY)  ## the main job on scikit-learn's digits, about a minute
 tour: $(READY)  ## own pictures: 40 labels, fit, predict, report, export; under three minutes
 	rm -rf tour && $(BIN)/python examples/own_pictures.py tour
 
-test: $(READY)  ## the fast tests, under three minutes
+test: $(READY)  ## the fast tests, about three minutes on two cores
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY)  ## the slow tests too
