@@ -142,4 +142,4 @@ def test_a_stopped_suite_brings_its_checkpoints_home_and_goes_on(cluster, tiny, 
     ray_engine.run([*work, failing], board, [], None, 0, ENV, every=600)
     counts = board.counts()  # a run may have ended while it was being stopped
     assert (counts["finished"] + counts["kept"], counts["failed"]) == (3, 1)
-    assert "became infinite or NaN" in board.items[failing].note
+    assert "A weight or a moment became infinite or NaN in step 1" in board.items[failing].note
