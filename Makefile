@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
+.PHONY: help demo tour test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -17,7 +17,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## the main job on scikit-learn's digits, about a minute
 	$(BIN)/calmatch demo
 
-test: $(READY)  ## the fast tests, under three minutes
+tour: $(READY)  ## own pictures: 40 labels, fit, predict, report, export; under three minutes
+	rm -rf tour && $(BIN)/python examples/own_pictures.py tour
+
+test: $(READY)  ## the fast tests, about three minutes on two cores
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY)  ## the slow tests too
@@ -45,10 +48,11 @@ format: $(READY)  ## put the code in the house's style
 docs: $(READY)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(READY)  ## speed of metrics, methods and augmentation
+bench: $(READY)  ## speed of metrics, methods, augmentation and the step
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/augment.py
+	$(BIN)/python benchmarks/step.py
 
 readme: $(READY)  ## the README's tree, table and picture, made anew
 	$(BIN)/python tools/readme.py
@@ -63,7 +67,7 @@ vendor: $(READY)  ## renew the plotting library that report pages carry, from np
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,ray]'
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	@touch $(READY)

@@ -10,7 +10,7 @@ from torch import nn
 
 from calmatch import nets, optim
 from calmatch.flat import Flat, lowered
-from calmatch.trainer import follow
+from calmatch.step import follow
 
 
 def network(dtype=torch.float64) -> nets.Net:

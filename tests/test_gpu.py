@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import augment, evaluate, results, train, trainer
+from calmatch import augment, evaluate, guard, results, train, trainer
 from calmatch.augment import randaugment
 from calmatch.capture import Captured
+from calmatch.environment import deterministic
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.setup import prepare
 from conftest import ALL_METHODS
 from test_augment import BATCH, PHOTOS, assert_pillows, pillow
+from test_guard import LR, steep
 
 pytestmark = pytest.mark.gpu
 
@@ -214,3 +216,68 @@ def test_compiled_evaluation_measures_what_the_exact_one_does(tiny):
     fast = results.predictor(config.replace(eval_batch=37), parts)
     assert fast.compiled
     torch.testing.assert_close(fast(pictures), exact, atol=1e-4, rtol=1e-4)
+
+
+DETERMINISTIC = [
+    ("vit_tiny_patch2_32", "bf16", "auto"),
+    ("vit_tiny_patch2_32", "fp32", "auto"),
+    ("vit_tiny_patch2_32", "fp32", "eager"),
+    ("wrn_28_2", "bf16", "auto"),
+]
+
+
+@pytest.mark.parametrize(("net", "precision", "engine"), DETERMINISTIC)
+def test_a_deterministic_run_has_the_same_bytes_twice(tiny, tmp_path, net, precision, engine):
+    config = tiny(
+        "freematch",
+        device="cuda",
+        deterministic=True,
+        net=net,
+        dataset="synthetic(size=16)",
+        precision=precision,
+        engine=engine,
+        compile=None if engine == "auto" else False,
+        strong="crop(2)|randaugment(3)|cutout(0.5)",
+        penalty="margin(m=1)",
+        steps=30,
+        ema=0.9,
+    )
+    files = []
+    for name in ("one", "two"):
+        torch._dynamo.reset()  # the second compiles for itself
+        folder = train(config, tmp_path / name, quiet=True).folder
+        names = ("metrics.jsonl", "predictions.npz", "model.safetensors")
+        files.append([(folder / file).read_bytes() for file in names])
+        assert '"deterministic": true' in (folder / "environment.json").read_text()
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_every_method_has_deterministic_operations_only(tiny, method):
+    config = tiny(method, device="cuda", net="vit_tiny_patch2_32", dataset="synthetic(size=16)")
+    ends = []
+    with deterministic(True):
+        for _ in range(2):
+            run = trainer.fresh(config.replace(compile=False))
+            for _ in range(3):
+                run.advance(run.parts.batches[run.step])
+            ends.append(run.tensors())
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), name
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_a_captured_run_notices_a_bad_step_and_goes_back(tiny, tmp_path, kind):
+    config = tiny(f"test_guard.Poisoned(kind='{kind}', at=13)", device="cuda", steps=20)
+    with pytest.raises(ValueError, match="became infinite or NaN in step 13, after 3 rollbacks"):
+        train(config.replace(on_nan="rollback"), tmp_path / "run", quiet=True)
+    tensors, note, told = guard.dumped(tmp_path / "run" / "fault")
+    assert (note["step"], told["step"]) == (13, 13)
+    assert all(value.isfinite().all() for value in tensors.values())
+
+
+def test_a_captured_rollback_learns_more_slowly_and_ends_well(tiny, tmp_path):
+    run = train(steep(tiny, device="cuda", steps=20, checkpoint_every=10), tmp_path, quiet=True)
+    back = run.lines("rollback")
+    assert 1 <= len(back) <= guard.MOST
+    assert run.lines()[-1]["lr"] == pytest.approx(LR * back[-1]["rate"])

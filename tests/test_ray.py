@@ -140,5 +140,6 @@ def test_a_stopped_suite_brings_its_checkpoints_home_and_goes_on(cluster, tiny, 
     failing = Job("bad", tiny(lr=1e30), tmp_path / "bad")
     board = board_of([*work, failing])
     ray_engine.run([*work, failing], board, [], None, 0, ENV, every=600)
-    assert board.counts() == {"finished": 3, "failed": 1}
-    assert "The loss became infinite" in board.items[failing].note
+    counts = board.counts()  # a run may have ended while it was being stopped
+    assert (counts["finished"] + counts["kept"], counts["failed"]) == (3, 1)
+    assert "A weight or a moment became infinite or NaN in step 1" in board.items[failing].note

@@ -30,7 +30,7 @@ def test_every_picture_in_the_readme_exists():
 
 def test_ci_calls_only_what_the_readme_names():
     script = (ROOT / ".ci" / "run").read_text()
-    for target in re.findall(r"^make (.+)$", script, re.MULTILINE)[0].split():
+    for target in " ".join(re.findall(r"^make (.+)$", script, re.MULTILINE)).split():
         assert f"make {target}" in README
 
 

@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from calmatch import checkpoint, load_run, train, train_seeds, trainer
@@ -156,7 +157,7 @@ def test_ema_follows_the_weights_and_copies_counters(tiny):
         ({"select": "best(eces)", "validation": 0.2}, "Did you mean 'ece'"),
         ({"select": "best(ece)", "validation": 0.001}, "holds no pictures"),
         ({"select": "best(ece)", "protocol": "paper"}, "drop --select"),
-        ({"lr": 1e30}, "The loss became infinite or NaN"),
+        ({"lr": 1e30}, r"became infinite or NaN in step \d+;.*--lr"),
         ({"method": "bam(samples=1)"}, "samples is 1"),
         ({"method": "dash(warmup=0)"}, "at least 1"),
         ({"net": "timm.no_such_net"}, "timm has no model"),
@@ -214,6 +215,20 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path):
     found, complaints = checkpoint.newest(tmp_path)
     assert found is None
     assert len(complaints) == 2
+
+
+def test_a_checkpoint_is_a_safetensors_file_that_the_library_reads(tmp_path):
+    tensors = {f"{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in checkpoint.KINDS}
+    tensors |= {"number": torch.tensor(2.5), "nothing": torch.zeros(0, 4), "ä": torch.ones(1)}
+    last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    checkpoint.save(tmp_path, 7, {**tensors, "last": last}, {"lines": 3})
+    read = safetensors.torch.load_file(tmp_path / "000000007.safetensors")
+    assert {k: v.dtype for k, v in read.items()} == {
+        k: v.dtype for k, v in {**tensors, "last": last}.items()
+    }
+    assert all(torch.equal(read[k], v) for k, v in {**tensors, "last": last}.items())
+    found, _ = checkpoint.newest(tmp_path)
+    assert found[1] == {"lines": 3, "step": 7}
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
-"""Regenerates what the README shows: the tree, the demo's table, the demo's picture.
+"""Regenerates what the README shows: the tree, the demo's and the tour's output and pictures.
 
-`python tools/readme.py` rewrites it; `--tree` only the tree, `--check` says whether that is true.
+`python tools/readme.py` rewrites it; `--tree` only the tree, `--tour` only the tour, `--check` says
+whether the tree is true.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+ASSETS = ROOT / "docs" / "assets"
 
 
 def tree() -> str:
@@ -33,19 +36,46 @@ def between(text: str, name: str, content: str) -> str:
     return re.sub(pattern, lambda found: found[1] + content + found[2], text, flags=re.DOTALL)
 
 
+def demo() -> str:
+    """The demo's table; its picture is copied."""
+    shutil.rmtree(ROOT / "demo", ignore_errors=True)
+    command = [sys.executable, "-m", "calmatch", "demo", "--quiet"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shutil.copy(ROOT / "demo" / "reliability.png", ASSETS / "demo.png")
+    return "\n".join(line.rstrip() for line in shown.splitlines()).strip()
+
+
+def tour() -> str:
+    """What `fit` says at the end of the tour, and how right it was; its page is photographed."""
+    import screenshots
+
+    shutil.rmtree(ROOT / "tour", ignore_errors=True)
+    command = [sys.executable, "examples/own_pictures.py", "tour"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    shown = subprocess.run(command, cwd=ROOT, text=True, check=True, **both).stdout
+    driver = screenshots.opened()
+    try:
+        shot = screenshots.take(driver, ROOT / "tour/run/report.html", 1120, "light", None)
+    finally:
+        driver.quit()
+    (ASSETS / "tour.png").write_bytes(screenshots.small(shot))
+    said = shown[shown.index("Of 100 new pictures") : shown.index("\nNext:")]
+    truth = shown[shown.index("In truth") :].split(", after")[0] + "."
+    paragraphs = [*said.strip().splitlines(), "", truth]
+    return "\n".join(textwrap.fill(line, 96, subsequent_indent="  ") for line in paragraphs)
+
+
 def main() -> int:
     text = README.read_text()
     if "--check" in sys.argv:
         return int(between(text, "tree", tree()) != text)
-    if "--tree" in sys.argv:
-        README.write_text(between(text, "tree", tree()))
-        return 0
-    shutil.rmtree(ROOT / "demo", ignore_errors=True)
-    command = [sys.executable, "-m", "calmatch", "demo", "--quiet"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    table = "\n".join(line.rstrip() for line in shown.splitlines()).strip()
-    README.write_text(between(between(text, "tree", tree()), "demo", table))
-    shutil.copy(ROOT / "demo" / "reliability.png", ROOT / "docs" / "assets" / "demo.png")
+    if "--tour" not in sys.argv:
+        text = between(text, "tree", tree())
+    if not {"--tree", "--tour"} & set(sys.argv):
+        text = between(text, "demo", demo())
+    if "--tree" not in sys.argv:
+        text = between(text, "tour", tour())
+    README.write_text(text)
     return 0
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         apart,
         frozen,
     )
+    from calmatch.estimator import Classifier
     from calmatch.model import Model
     from calmatch.model import load as load_model
     from calmatch.results import Run
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "posthoc", "recipes"]
 _WHERE = {
+    "Classifier": ("calmatch.estimator", "Classifier"),
     "Config": ("calmatch.config", "Config"),
     "Model": ("calmatch.model", "Model"),
     "Run": ("calmatch.results", "Run"),
@@ -41,6 +43,7 @@ _WHERE = {
 }
 __all__ = [
     "Batch",
+    "Classifier",
     "Config",
     "Loss",
     "Method",

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from calmatch import log, ops, optim
+from calmatch import log, ops
 from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
 from calmatch.flat import Flat
 
 if TYPE_CHECKING:
-    from calmatch.trainer import Training
+    from calmatch.step import Training
 
 WARM = 3  # eager steps before the capture, undone afterwards
 Values = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -63,6 +63,8 @@ class Captured:
             with torch.cuda.graph(graph):
                 self._branches()
             self.graph = graph
+        except torch.OutOfMemoryError:
+            raise  # the eager step would only find the device as full
         except Exception as error:  # whatever a plug-in may do: the eager step still works
             self.failed = True
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
@@ -104,7 +106,7 @@ class Lane:
 
     def feed(self) -> None:
         """Put the chunk that is due into the fixed buffers, with its learning rates."""
-        run, config = self.run, self.run.config
+        run = self.run
         number, place = divmod(run.step, self.size)
         if number == self.number:
             return
@@ -114,7 +116,7 @@ class Lane:
         else:
             torch._foreach_copy_(_tensors(self.chunk), _tensors(fresh))
         steps = range(number * self.size, (number + 1) * self.size)
-        rates = [optim.factor(k, config.steps, config.warmup, config.schedule) for k in steps]
+        rates = [run.rate(k) for k in steps]
         self.rates.copy_(ops.sent(torch.tensor(rates), self.rates.device))
         self.place.fill_(place)
         self.number = number

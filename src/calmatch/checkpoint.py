@@ -98,15 +98,15 @@ def packed(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> list[byt
 class Writer:
     """Writes checkpoints while training goes on: `save` copies the tensors and returns."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, every: int = 0) -> None:
+        self.folder, self.every = folder, every
         self.pool = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint; an error of the one before is raised here."""
         self.wait()
-        self.pending = self.pool.submit(save, self.folder, step, copied(tensors), note)
+        self.pending = self.pool.submit(save, self.folder, step, copied(tensors), note, self.every)
 
     def wait(self) -> None:
         """Until what was begun is on disk."""
@@ -132,14 +132,37 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-    """Write a checkpoint under its final name, then drop all but the newest two."""
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    header = {"note": json.dumps({**note, "step": step}), "digest": digest(held)}
-    write(folder / f"{step:09d}.safetensors", *packed(held, header))
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    note: Mapping[str, Any],
+    every: int = 0,
+) -> None:
+    """Write a checkpoint under its final name, then drop all but the newest two.
+
+    Signals write checkpoints at any step. The newest one of a multiple of `every` stays too: where
+    a rollback goes must not depend on them.
+    """
+    store(folder / f"{step:09d}.safetensors", tensors, {**note, "step": step})
+    spared = scheduled(folder, every)[-1:]
     for old in sorted(folder.glob("*.safetensors"))[:-KEEP]:
-        old.unlink(missing_ok=True)
+        if old not in spared:
+            old.unlink(missing_ok=True)
+
+
+def store(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
+    """Write one checkpoint."""
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"note": json.dumps(note), "digest": digest(held)}
+    write(path, *packed(held, header))
+
+
+def scheduled(folder: Path, every: int) -> list[Path]:
+    """Checkpoints of multiples of `every`, oldest first."""
+    paths = sorted(path for path in folder.glob("*.safetensors") if path.stem.isdecimal())
+    return [path for path in paths if every and int(path.stem) % every == 0]
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

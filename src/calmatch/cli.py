@@ -6,44 +6,21 @@ import importlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from calmatch import spec
 from calmatch.config import Config, load
+from calmatch.edge import guarded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _dispatch(words))
-
-
-def guarded(act: Callable[[], int]) -> int:
-    """Do it; mistakes are one sentence, our own faults a traceback."""
-    try:
-        return act()
-    except KeyboardInterrupt:
-        print("calmatch: interrupted.", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone, `| head` for example
-        return 0
-    except Exception as error:
-        code = getattr(error, "exit_code", None)
-        if code is None and not (isinstance(error, ValueError) and _ours(error)):
-            traceback.print_exc()
-            return 1
-        print(f"calmatch: {error}", file=sys.stderr)
-        return int(code or 2)
-
-
-def _ours(error: ValueError) -> bool:
-    """Whether calmatch itself raised it, as a sentence for the user."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(Path(__file__).parent)
+    # threads that wait by spinning are five times slower where other programs want the cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return guarded(lambda: _dispatch(words), words[0] if words else "")
 
 
 def _dispatch(words: list[str]) -> int:
@@ -82,6 +59,23 @@ def _demo(words: list[str]) -> None:
 
     options = _parse(DemoOptions, words, "demo")
     demo.run(options.out, quiet=options.quiet)
+
+
+def _fit(words: list[str]) -> None:
+    """Own pictures: class folders (+ unlabelled/), or a folder and a CSV of a few labels."""
+    from calmatch.options import FitOptions
+
+    options = _parse(FitOptions, words, "fit")
+    from calmatch.fit import fit
+    from calmatch.plan import Wish
+
+    given = dict(vars(options))
+    out, quiet = given.pop("out"), given.pop("quiet")
+    frozen, whole = given.pop("frozen"), given.pop("no_frozen")
+    if frozen and whole:
+        raise ValueError("Choose --frozen or --no-frozen, or neither.")
+    given["frozen"] = True if frozen else False if whole else None
+    fit(Wish(**given), out, quiet=quiet)
 
 
 def _train(words: list[str]) -> None:
@@ -228,6 +222,17 @@ def _bench(words: list[str]) -> None:
     run(options)
 
 
+def _replay(words: list[str]) -> None:
+    """A run again: the same byte for byte, or how far away; RUN/fault: a step that went wrong."""
+    from calmatch.options import ReplayOptions
+
+    options = _parse(ReplayOptions, words, "replay")
+    _use_root(options.data_root)
+    from calmatch.replay import command
+
+    command(options)
+
+
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
     from calmatch import results
@@ -290,6 +295,7 @@ def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "demo": _demo,
+    "fit": _fit,
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,
@@ -298,6 +304,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "bench": _bench,
     "table": _table,
     "figure": _figure,
+    "replay": _replay,
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),

@@ -32,6 +32,8 @@ class Config:
     """Who teaches whom: a name of `calmatch methods`, with arguments if wanted."""
     net: str = "small"
     """The network: a name of `calmatch nets`."""
+    frozen: int = 0
+    """Only the last layer learns, from features of so many views a picture; 0: all layers do."""
     labelled_loss: str = ""
     """Loss on labelled pictures; empty: the method's own."""
     unlabelled_loss: str = ""
@@ -98,6 +100,10 @@ class Config:
     """Processes that fetch streamed pictures."""
     chunk: int = 16
     """Steps augmented at once (changes the draws, not their distribution)."""
+    on_nan: Literal["stop", "rollback"] = "stop"
+    """Numbers that are not finite: stop, or go back to a checkpoint and halve the learning rate."""
+    deterministic: bool = False
+    """The same bits every time on a CUDA device too (slower); a CPU always computes so."""
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed; an unknown field gets the nearest suggestion."""
@@ -106,6 +112,11 @@ class Config:
             if name not in known:
                 raise ValueError(f"Config has no field {name!r}.{spec.nearest(name, known)}")
         return dataclasses.replace(self, **changes)
+
+    @property
+    def saves(self) -> int:
+        """Steps between checkpoints."""
+        return self.checkpoint_every or max(1, self.steps // 10)
 
     def dump(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

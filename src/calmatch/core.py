@@ -180,17 +180,21 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Losses (their sum under `loss`) with detached statistics, and the new state."""
-        plan: Plan = self.method(self.net, self.ema, batch)
-        parts = _parts("labelled", self.labelled, plan.labelled)
-        if plan.unlabelled is not None:
-            parts |= _parts("unlabelled", self.unlabelled, plan.unlabelled)
-        assert all(k not in parts and k != "loss" for k in plan.extra), "extras need own names"
-        parts |= plan.extra
+        parts, plan = self.parts(batch)
         loss = torch.stack(list(parts.values())).sum()
         with torch.no_grad():
             known = {name: part.detach() for name, part in parts.items()}
             known |= self.statistics(plan, batch)
         return {"loss": loss} | known, plan.state
+
+    def parts(self, batch: Batch) -> tuple[dict[str, Tensor], Plan]:
+        """Every loss of the step by name, and the plan they follow."""
+        plan: Plan = self.method(self.net, self.ema, batch)
+        parts = _parts("labelled", self.labelled, plan.labelled)
+        if plan.unlabelled is not None:
+            parts |= _parts("unlabelled", self.unlabelled, plan.unlabelled)
+        assert all(k not in parts and k != "loss" for k in plan.extra), "extras need own names"
+        return parts | plan.extra, plan
 
     def statistics(self, plan: Plan, batch: Batch) -> dict[str, Tensor]:
         """Per-step means and counts; `log.Sums` turns their sums into shares."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,9 @@ class Lines:
 class Bar:
     """A progress bar with rate and time left; silent when quiet, piped, or not the first rank."""
 
-    def __init__(self, title: str, steps: int, start: int, quiet: bool) -> None:
+    def __init__(
+        self, title: str, steps: int, start: int, quiet: bool, unit: str = "steps"
+    ) -> None:
         show = not quiet and console.is_terminal and parallel.rank() == 0
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -103,6 +106,8 @@ class Bar:
             disable=not show,
         )
         self.show, self.start, self.began = show, start, time.monotonic()
+        self.done, self.unit = start, unit
+        self.words: dict[str, str] = {}
         self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
 
     def __enter__(self) -> Bar:
@@ -113,18 +118,41 @@ class Bar:
         self.progress.stop()
 
     def update(self, step: int) -> None:
+        self.done = step
         if self.show and (step % 5 == 0 or step == self.progress.tasks[0].total):
             rate = (step - self.start) / max(1e-9, time.monotonic() - self.began)
-            self.progress.update(self.task, completed=step, rate=f"{rate:.0f} steps/s")
+            self.progress.update(self.task, completed=step, rate=f"{rate:.0f} {self.unit}/s")
+
+    def advance(self, number: int) -> None:
+        """So many more are done."""
+        self.update(self.done + number)
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """The words a person wants beside the bar."""
-        accepted = line.get("accepted")
-        if self.show and accepted is not None:
-            self.progress.update(self.task, note=f"pseudo-labels in use {accepted:.0%}")
+        """The words a person wants beside the bar: of a training line, or of an evaluation."""
+        if line.get("accepted") is not None:
+            self.words["use"] = f"pseudo-labels in use {line['accepted']:.0%}"
+        if line.get("error") is not None:
+            self.words["error"] = f"error about {line['error']:.0%}"
+            self.words["ece"] = f"confidence off by {line['ece']:.0%}"
+        if self.show:
+            self.progress.update(self.task, note=", ".join(self.words.values()))
+
+
+_hushed = False
+
+
+@contextmanager
+def hush() -> Iterator[None]:
+    """Within it `tell` is silent, bars are not: for a run that is a part of something larger."""
+    global _hushed
+    before, _hushed = _hushed, True
+    try:
+        yield
+    finally:
+        _hushed = before
 
 
 def tell(text: str, quiet: bool = False) -> None:
     """A line for the person at the console."""
-    if not quiet and parallel.rank() == 0:
+    if not quiet and not _hushed and parallel.rank() == 0:
         console.print(text, markup=False, soft_wrap=True)

@@ -22,6 +22,52 @@ class DemoOptions:
 
 
 @dataclass
+class FitOptions:
+    """A classifier of own pictures, with confidence that can be believed; no option is needed."""
+
+    pictures: tyro.conf.Positional[Path]
+    """Class folders (unlabelled/ holds the rest), or with --labels any folder of pictures."""
+    labels: Path | None = None
+    """A CSV with the header file,label that names some of the pictures."""
+    out: Path | None = None
+    """The run folder; the same line again continues it. By default fit-PICTURES."""
+    minutes: float = 10.0
+    """About how long it may take; turned into a number of steps once, by measuring."""
+    start: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """A model to start from, made by fit or train, with new labels or pictures."""
+    method: str = "freematch"
+    """Who teaches whom: a name of `calmatch methods`."""
+    penalty: str = "margin(cap=0.98)"
+    """What keeps confidence in bounds while learning."""
+    net: str | None = None
+    """The network: a name of `calmatch nets`; unset: a pretrained one if it can be had."""
+    frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Only the last layer learns, which is enough on a CPU: the default there, if pretrained."""
+    no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """All layers learn: the default on a GPU, or where nothing is pretrained."""
+    size: int | None = None
+    """Pixels of a side in training; unset: from the pictures."""
+    steps: int | None = None
+    """Training steps instead of --minutes."""
+    hold: float | None = None
+    """Share of the labels to hold out and judge on; unset: cross-fitting where labels are few."""
+    weak: str | None = None
+    """The weak view: transforms joined by |; unset: mirrored and shifted."""
+    strong: str | None = None
+    """The strong view; unset: RandAugment and cutout too."""
+    batch: int | None = None
+    """Labelled pictures a step."""
+    seed: int = 0
+    """Of everything random."""
+    strict: bool = False
+    """A file that cannot be decoded is an error instead of being skipped."""
+    device: str = "auto"
+    """cuda, mps, cpu, or auto."""
+    quiet: bool = False
+    """No progress and no words."""
+
+
+@dataclass
 class TrainOptions:
     """One run. RECIPE comes first: a name of `calmatch recipes`, or a config file to repeat."""
 
@@ -73,6 +119,26 @@ class ReportOptions:
     """The page; by default report.html in the run folder, of several runs in the folder above."""
     tensorboard: bool = False
     """Also write each run's log as TensorBoard event files, in its folder tensorboard/."""
+
+
+@dataclass
+class ReplayOptions:
+    """Train a run's config again and compare the numbers; the run folder is only read."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run folder; RUN/fault repeats the step whose numbers were not finite."""
+    steps: int | None = None
+    """Only the first steps; by default all, of an unfinished run as many as it has logged."""
+    tolerance: float = 1e-3
+    """The largest difference that counts as the same; further away is exit code 1."""
+    device: str | None = None
+    """Another device than the run's config names, cpu for example."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
+    trust: bool = False
+    """Import code that the config names."""
+    quiet: bool = False
+    """No progress bar; only the verdict."""
 
 
 @dataclass

@@ -39,6 +39,12 @@ def first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def meet() -> None:
+    """Wait until every rank is here."""
+    if world() > 1:
+        dist.barrier()
+
+
 def average(tensor: Tensor) -> Tensor:
     """Mean over ranks, without gradient."""
     if world() == 1:

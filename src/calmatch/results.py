@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from calmatch import checkpoint, evaluate, examples, log, parallel, scaled, views
+from calmatch import checkpoint, evaluate, examples, log, parallel, scaled, spec, views
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
+from calmatch.environment import environment
 
 if TYPE_CHECKING:
     from calmatch.data.resident import Source
@@ -33,9 +32,9 @@ FREE = (
     "source",
     "memory",
     "workers",
+    "on_nan",
 )  # may change when a run is continued
 OFTEN = 20  # evaluations in a run from which compiling them pays
-VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 
 
 class Run(NamedTuple):
@@ -48,6 +47,13 @@ class Run(NamedTuple):
     @property
     def title(self) -> str:
         return str(self.result["title"])
+
+    @property
+    def data(self) -> str:
+        """What it learned from, for people: a dataset's name, or the name of their own folder."""
+        item = spec.parse(self.config.dataset)
+        own = item.name in ("pictures", "folder") and item.kwargs.get("root")
+        return Path(str(own)).name if own else self.config.dataset
 
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind."""
@@ -94,8 +100,8 @@ def finished(folder: Path, config: Config) -> Run | None:
     if not path.exists():
         return None
     try:  # a field that is younger than the run had its default
-        before = {**Config().dump(), **json.loads(path.read_text("utf-8"))}
-    except ValueError as error:
+        before = Config().dump() | json.loads(path.read_text("utf-8"))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     other = [k for k, v in config.dump().items() if before.get(k) != v and k not in FREE]
     if other:
@@ -115,25 +121,6 @@ def begin(folder: Path, config: Config, parts: Parts) -> None:
     checkpoint.write_json(folder / "environment.json", environment(parts.device))
     rule = {"rule": "usb", "seed": config.split_seed, "dataset": config.dataset}
     checkpoint.write(folder / "split.json", json.dumps({**rule, **parts.split._asdict()}))
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and hardware that a result depends on."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "versions": {name: _version(name) for name in VERSIONS},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "threads": torch.get_num_threads(),
-        "ranks": parallel.world(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def predictor(config: Config, parts: Parts) -> evaluate.Predictor:
@@ -197,8 +184,7 @@ def finish(
             result["plain"]["temperature_scaled"] = scaled.with_labels(plain, labels)
         result["step"] = best_step or config.steps
         checkpoint.write_json(folder / "result.json", result)
-    if parallel.world() > 1:
-        torch.distributed.barrier()
+    parallel.meet()
     return load(folder)
 
 
@@ -225,7 +211,8 @@ def _unlabelled(config: Config, parts: Parts) -> tuple[examples.Seen, views.View
 
 
 def _take(pictures: Source) -> examples.Take:
-    return lambda rows: torch.cat([some.cpu() for some in pictures.some(rows).batches(256)])
+    shown: Source = getattr(pictures, "pictures", pictures)  # a frozen network's are features
+    return lambda rows: torch.cat([some.cpu() for some in shown.some(rows).batches(256)])
 
 
 def _result(
@@ -262,8 +249,17 @@ def _result(
         "best_on_test": best_on_test(lines),
         "temperature_scaled": scaled.with_labels(log_probs, labels),
         "interval": "95 % bootstrap over test pictures, one seed",
-        "notes": parts.notes,
+        "notes": [*parts.notes, *_rollbacks(lines)],
     }
+
+
+def _rollbacks(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"Numbers stopped being finite; from step {line['step']:,} on the learning rate was "
+        f"{line['rate']:g} of what the config says."
+        for line in lines
+        if line["kind"] == "rollback"
+    ]
 
 
 def best_on_test(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -286,16 +282,17 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     from calmatch import modelfile  # brings networks, seconds that readers of results spare
 
+    net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
     modelfile.write(
         folder,
-        parts.judged,
+        net,
         parts.method,
         net=config.net,
         method=config.method,
         classes=list(parts.classes),
         size=parts.size,
-        mean=list(parts.statistics[0]),
-        std=list(parts.statistics[1]),
+        mean=list(statistics[0]),
+        std=list(statistics[1]),
         versions=environment(parts.device)["versions"],
         provenance={
             "data": config.dataset,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from calmatch.data.resident import Source, source
 from calmatch.data.split import Split, split
 from calmatch.metrics import METRICS
 
+Statistics = tuple[Sequence[float], Sequence[float]]
+
 
 @dataclass
 class Parts:
@@ -26,7 +28,7 @@ class Parts:
 
     device: torch.device
     classes: tuple[str, ...]
-    statistics: tuple[Sequence[float], Sequence[float]]
+    statistics: Statistics
     split: Split
     sets: dict[str, tuple[Source, Tensor]]  # test, and validation where there is one
     truth: Tensor  # [unlabelled] class ids, -1 unknown
@@ -40,6 +42,7 @@ class Parts:
     size: int
     title: str
     notes: list[str]
+    whole: Callable[[], tuple[nets.Net, Statistics]] | None = None  # of a frozen network's head
 
     @property
     def judged(self) -> nets.Net:
@@ -77,7 +80,7 @@ def prepare(config: Config) -> Parts:
         net = net.to(memory_format=torch.channels_last)  # what its convolutions compute in
     momentum = method.ema if config.ema is None else config.ema
     ema = copy.deepcopy(net).requires_grad_(False) if momentum else net
-    labelled_loss, unlabelled_loss = _losses(config, method)
+    labelled_loss, unlabelled_loss = losses_of(config, method)
     starved = warnings(config, method, len(dataset.classes))
     method.threshold = reachable(config, method, unlabelled_loss)
     batch, unlabelled_batch, notes = _sizes(config, chosen, method)
@@ -212,7 +215,7 @@ def _model(
     return method, net
 
 
-def _losses(config: Config, method: Method) -> tuple[Loss, Loss]:
+def losses_of(config: Config, method: Method) -> tuple[Loss, Loss]:
     if not method.u_views and (config.penalty or config.unlabelled_loss):
         raise ValueError(f"{config.method} uses no unlabelled pictures, so it takes no penalty.")
     labelled = config.labelled_loss or method.losses["labelled"]

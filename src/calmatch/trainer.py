@@ -1,28 +1,27 @@
-"""The loop: it alone owns time. What happens in a step is written here, in order."""
+"""The loop: it alone owns time. Steps, log lines, evaluations, checkpoints, signals."""
 
 from __future__ import annotations
 
 import copy
-import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from calmatch import checkpoint, evaluate, log, optim, parallel, results
+from calmatch import checkpoint, guard, log, optim, parallel, results
 from calmatch import config as configs
 from calmatch.capture import Captured
 from calmatch.config import Config
-from calmatch.core import Batch
-from calmatch.data.batches import stream_seed
+from calmatch.environment import deterministic
+from calmatch.heads import freeze
 from calmatch.setup import Parts, pick_device, prepare
+from calmatch.step import Training
 
 
 class Stopped(Exception):
@@ -31,97 +30,6 @@ class Stopped(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"Stopped by signal {number}; the same command continues.")
         self.exit_code = 128 + number
-
-
-@dataclass
-class Training:
-    """Everything that changes while a run goes on."""
-
-    config: Config
-    parts: Parts
-    objective: nn.Module
-    optimizer: torch.optim.Optimizer
-    predict: evaluate.Predictor
-    step: int = 0
-    sums: log.Sums = field(default_factory=log.Sums)
-    best: dict[str, Tensor] = field(default_factory=dict)
-    best_value: float | None = None
-    best_step: int | None = None
-
-    def advance(self, batch: Batch) -> None:
-        """One training step."""
-        config = self.config
-        self._seed(stream_seed(config.seed, 6, self.step))  # dropout and drop-path
-        rate = optim.factor(self.step, config.steps, config.warmup, config.schedule)
-        optim.set_rate(self.optimizer, rate)
-        self.learn(batch)
-        self.sums.steps += 1
-        self.step += 1
-
-    def _seed(self, seed: int) -> None:
-        """Seed what the step draws from; torch.manual_seed spends a millisecond on the rest."""
-        torch.default_generator.manual_seed(seed)
-        if self.parts.device.type != "cpu":
-            torch.get_device_module(self.parts.device).manual_seed(seed)
-
-    def learn(self, batch: Batch) -> None:
-        """What a step does on the device: nothing in it depends on the host."""
-        parts = self.parts
-        values, state = self.objective(batch)
-        values["loss"].backward()
-        parts.method.commit(state)
-        if self.config.clip:
-            nn.utils.clip_grad_norm_(parts.net.parameters(), self.config.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if parts.momentum:
-            follow(parts.ema, parts.net, parts.momentum)
-        self.sums.add(values)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All state by name, for a checkpoint."""
-        found = {f"net/{k}": v for k, v in self.parts.net.state_dict().items()}
-        if self.parts.momentum:
-            found |= {f"ema/{k}": v for k, v in self.parts.ema.state_dict().items()}
-        found |= {f"method/{k}": v for k, v in self.parts.method.state_dict().items()}
-        found |= {f"best/{k}": v for k, v in self.best.items()}
-        found |= {f"sums/{k}": v for k, v in self.sums.totals.items()}
-        for name, parameter in self.parts.net.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
-        return found
-
-    def restore(self, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint."""
-        held = {k: v.to(self.parts.device) for k, v in tensors.items()}
-        self.parts.net.load_state_dict(_under("net/", held))
-        if self.parts.momentum:
-            self.parts.ema.load_state_dict(_under("ema/", held))
-        self.parts.method.load_state_dict(_under("method/", held))
-        self.best, self.sums.totals = _under("best/", held), _under("sums/", held)
-        self.step, self.sums.steps = int(note["step"]), int(note["sums"])
-        self.best_value, self.best_step = note["best"], note["best_step"]
-        for name, parameter in self.parts.net.named_parameters():
-            # fused steps keep their step count on the parameter's device
-            own = _under(f"optimizer/{name}/", held)
-            for key, value in own.items():  # moments lie in memory as their weights do
-                like = parameter.detach() if value.shape == parameter.shape else value
-                self.optimizer.state[parameter][key] = torch.empty_like(like).copy_(value)
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-@torch.no_grad()
-def follow(ema: nn.Module, net: nn.Module, momentum: float) -> None:
-    """Move averaged weights towards the net's; counters are copied."""
-    pairs = list(zip(ema.state_dict().values(), net.state_dict().values(), strict=True))
-    floats = [pair for pair in pairs if pair[0].is_floating_point()]
-    torch._foreach_lerp_([a for a, _ in floats], [b for _, b in floats], 1 - momentum)
-    for mean, value in pairs:
-        if not mean.is_floating_point():
-            mean.copy_(value)
 
 
 def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> results.Run:
@@ -143,10 +51,7 @@ def together(
     ]
     if len(set(folders)) < len(folders):
         raise ValueError("Runs that are trained together need a folder each.")
-    with ExitStack() as stack:
-        stack.enter_context(parallel.started(pick_device(settings[0].device)))
-        for folder in folders:
-            stack.enter_context(results.held(folder))
+    with _working(settings[0], folders) as asked:
         left = []
         for config, folder in zip(settings, folders, strict=True):
             if results.finished(folder, config):
@@ -154,49 +59,86 @@ def together(
             else:
                 left.append((config, folder))
         if left:
-            with torch.random.fork_rng(), _signals() as asked:
-                _train(left, quiet, asked)
+            _train(left, quiet, asked)
         return [results.load(folder) for folder in folders]
 
 
-def _train(left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int]) -> None:
+def first(config: Config, folder: Path, steps: int, *, quiet: bool = False) -> None:
+    """Only the first steps of a run, for their lines."""
+    with _working(config, [folder]) as asked:
+        _train([(config, folder)], quiet, asked, steps)
+
+
+@contextmanager
+def _working(config: Config, folders: Sequence[Path]) -> Iterator[list[int]]:
+    """What holds while runs train; the signals that come meanwhile."""
+    with ExitStack() as stack:
+        stack.enter_context(deterministic(config.deterministic))
+        stack.enter_context(parallel.started(pick_device(config.device)))
+        for folder in folders:
+            stack.enter_context(results.held(folder))
+        stack.enter_context(torch.random.fork_rng())
+        yield stack.enter_context(_signals())
+
+
+def _train(
+    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None = None
+) -> None:
+    """To the end; where numbers stop being finite, back to a checkpoint, or out with a sentence."""
+    while fault := _attempt(left, quiet, asked, until):
+        guard.settle(fault, *left[fault.run], fresh, asked, quiet)
+
+
+def _attempt(
+    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None
+) -> guard.Fault | None:
+    """Train from the newest checkpoints on, to the end or to a step in between."""
     runs = [_begin(config, folder, quiet) for config, folder in left]
     folders = [folder for _, folder in left]
     config, parts = runs[0].config, runs[0].parts
     kept = _resume(runs, folders, quiet)
     advance = _engine(runs, quiet)
-    every = config.checkpoint_every or max(1, config.steps // 10)
     title = parts.title + (f" x {len(runs)}" if len(runs) > 1 else "")
     with ExitStack() as stack:
         lines = [stack.enter_context(log.Lines(*each)) for each in zip(folders, kept, strict=True)]
-        writers = [stack.enter_context(checkpoint.Writer(f / "checkpoint")) for f in folders]
+        writers = [
+            stack.enter_context(checkpoint.Writer(f / "checkpoint", config.saves)) for f in folders
+        ]
         bar = stack.enter_context(log.Bar(title, config.steps, runs[0].step, quiet))
-        while (step := runs[0].step) < config.steps:
+        while (step := runs[0].step) < (until or config.steps):
             advance()
             step += 1
             bar.update(step)
             stop = bool(asked)
+            logs = due(step, config.log_every, config.steps)
+            measures = due(step, config.eval_every, config.steps)
+            saves = due(step, config.saves, config.steps) or stop
+            if (logs or measures or saves) and (fault := guard.look(runs)):
+                return fault
             for run, book, writer in zip(runs, lines, writers, strict=True):
-                if due(step, config.log_every, config.steps):
+                if logs:
                     _log(run, book, bar)
-                if due(step, config.eval_every, config.steps):
-                    _evaluate(run, book)
-                if due(step, every, config.steps) or stop:
+                if measures:
+                    _evaluate(run, book, bar)
+                if saves:
                     _save(run, writer, book)
             if stop and step < config.steps:
                 raise Stopped(asked[0])
+    if until is not None:
+        return None
     for run, folder in zip(runs, folders, strict=True):
         results.finish(folder, run.config, run.parts, run.best, run.best_step, quiet)
     if asked:
         raise Stopped(asked[0])
+    return None
 
 
 def _begin(config: Config, folder: Path, quiet: bool) -> Training:
-    parts = prepare(config)
-    results.begin(folder, config, parts)
-    for line in parts.notes:
+    run = fresh(config, quiet)
+    results.begin(folder, config, run.parts)
+    for line in run.parts.notes:
         log.tell(line, quiet)
-    return _start(config, parts)
+    return run
 
 
 def _resume(runs: Sequence[Training], folders: Sequence[Path], quiet: bool) -> list[int]:
@@ -240,6 +182,14 @@ def due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
+def fresh(config: Config, quiet: bool = True) -> Training:
+    """A run before its first step."""
+    parts = prepare(config)
+    if config.frozen:
+        parts = freeze(config, parts, quiet).parts(parts.split)
+    return _start(config, parts)
+
+
 def _start(config: Config, parts: Parts) -> Training:
     objective: nn.Module = parts.objective(parts.net)
     compiled = parts.device.type == "cuda" if config.compile is None else config.compile
@@ -257,17 +207,16 @@ def _start(config: Config, parts: Parts) -> Training:
 def _log(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     rate = float(run.optimizer.param_groups[0]["lr"])
     line = {"step": run.step, "kind": "train", "lr": rate, **run.sums.read()}
-    if not math.isfinite(line["loss"]):
-        raise ValueError(f"The loss became infinite or NaN before step {run.step}; lower --lr.")
     lines.write(line)
     bar.note(line)
 
 
-def _evaluate(run: Training, lines: log.Lines) -> None:
+def _evaluate(run: Training, lines: log.Lines, bar: log.Bar) -> None:
     """Measure the weights of now; keep them if they are the best so far where that is asked."""
     measured = results.measure(run.parts, run.predict)
     for split, values in measured.items():
         lines.write({"step": run.step, "kind": split, **values})
+        bar.note(values)
     if (metric := configs.selection(run.config)) is None:
         return
     value = measured["test" if run.config.protocol == "paper" else "validation"][metric]
@@ -280,6 +229,7 @@ def _save(run: Training, writer: checkpoint.Writer, lines: log.Lines) -> None:
     if parallel.rank() == 0:
         note: dict[str, Any] = {"lines": lines.size(), "sums": run.sums.steps}
         note |= {"best": run.best_value, "best_step": run.best_step}
+        note["rollbacks"] = run.rollbacks
         writer.save(run.step, run.tensors(), note)
 
 
@@ -302,3 +252,13 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def learn(config: Config, parts: Parts, seen: Callable[[int], object] = bool) -> Training:
+    """Train parts in memory, without a folder; `seen` is told each step that is done."""
+    with torch.random.fork_rng():
+        run = _start(config, parts)
+        while run.step < config.steps:
+            run.advance(parts.batches[run.step])
+            seen(run.step)
+    return run

@@ -26,7 +26,7 @@ class Changed:
         self.pictures, self.transform, self.seed = pictures, transform, seed
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        for number, some in enumerate(self.pictures.batches(size)):
+        for number, some in enumerate(self.pictures.unchanged(size)):
             chance = Generator(some.device).manual_seed(self.seed + number)
             yield self.transform(some, chance)
 

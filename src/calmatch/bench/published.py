@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from calmatch.bench.suites import COLUMNS, TAILS
+from calmatch.bench.suites import COLUMNS, SUPPLEMENT, TAILS
 
 
 class Number(NamedTuple):
@@ -204,7 +204,7 @@ def _doubted(table: str, found: dict[Key, Number]) -> dict[Key, Number]:
     for key, number in found.items():
         row = key[0]
         general = ""
-        if table == "supplement" and row in _BORROWED:
+        if table == "supplement" and row in SUPPLEMENT:
             general = _DAGGER
         elif table == "longtail":
             general = _TAIL
@@ -214,17 +214,6 @@ def _doubted(table: str, found: dict[Key, Number]) -> dict[Key, Number]:
     return doubted
 
 
-_BORROWED = (
-    "pimodel",
-    "meanteacher",
-    "vat",
-    "remixmatch",
-    "uda",
-    "crmatch",
-    "comatch",
-    "simmatch",
-    "softmatch",
-)
 _BOTH_METRICS = ("error", "ece")
 _LT = tuple(f"cifar100_lt_{tail}" for tail in TAILS)
 TABLES: Mapping[str, Mapping[Key, Number]] = {

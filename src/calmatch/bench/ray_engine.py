@@ -60,7 +60,7 @@ def run(
             ray.shutdown()
 
 
-def load() -> ModuleType:
+def load() -> Any:
     """Ray, or a sentence that says how to get it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from calmatch import cli, trainer
+from calmatch import trainer
 from calmatch.config import Config
+from calmatch.edge import guarded
 from calmatch.report.build import build
 
 
@@ -22,4 +23,4 @@ def run(folders: Sequence[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.guarded(lambda: run([Path(word) for word in sys.argv[1:]])))
+    sys.exit(guarded(lambda: run([Path(word) for word in sys.argv[1:]]), "train"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,16 @@ def folder() -> Path:
     return path
 
 
-def array(key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None]) -> Tensor:
+def note(path: Path, content: Any) -> None:
+    """Write JSON beside an array, whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    draft.write_text(json.dumps(content), "utf-8")
+    draft.replace(path)
+
+
+def array(
+    key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None], dtype: Any = np.uint8
+) -> Tensor:
     """The array of this key, filled on first use.
 
     It is written under another name and renamed when whole, so an interrupted build is never
@@ -32,7 +42,7 @@ def array(key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None]
     if not path.exists():
         draft = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            made = np.lib.format.open_memmap(draft, mode="w+", dtype=np.uint8, shape=shape)
+            made = np.lib.format.open_memmap(draft, mode="w+", dtype=dtype, shape=shape)
             fill(made)
             made.flush()
             with draft.open("rb") as file:
@@ -41,7 +51,7 @@ def array(key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None]
         finally:
             draft.unlink(missing_ok=True)
     found = np.load(path, mmap_mode="r", allow_pickle=False)
-    if found.shape != shape or found.dtype != np.uint8:
+    if found.shape != shape or found.dtype != dtype:
         raise ValueError(f"{path} is not what it should be; delete it.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it

@@ -11,6 +11,7 @@ from calmatch import spec
 from calmatch.data import official
 from calmatch.data.dataset import Dataset, last_share
 from calmatch.data.packed import packed
+from calmatch.data.pictures import pictures
 
 
 def digits() -> Dataset:
@@ -63,6 +64,7 @@ DATASETS: Mapping[str, Callable[..., Dataset]] = {
     "eurosat": official.eurosat,
     "folder": official.folder,
     "packed": packed,
+    "pictures": pictures,
     "synthetic": synthetic,
 }
 

@@ -6,8 +6,10 @@ import functools
 import hashlib
 import io
 import os
+import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +25,21 @@ from calmatch.data import cache
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 Pixels = NDArray[np.uint8]
+BROKEN = (  # what Pillow's readers raise at a damaged file
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    TypeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +66,9 @@ class Files:
         """uint8 [3, size, size]; a ValueError names a file that cannot be decoded."""
         try:
             return decode(self.data(place), self.size)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{self.names[place]} cannot be decoded: {error}.") from error
+        except BROKEN as error:
+            why = str(error).strip().rstrip(".") or type(error).__name__
+            raise ValueError(f"{self.names[place]} cannot be decoded: {why}.") from error
 
     def take(self, rows: Sequence[int]) -> Tensor:
         if not rows:
@@ -67,23 +85,38 @@ def _zip(path: Path, process: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-def decode(data: bytes, size: int) -> Pixels:
-    """A square RGB picture: turned upright, shorter side resized, centre cut out.
-
-    Pictures large enough to be bombs are refused, 16-bit grey is scaled, transparency is dropped.
-    """
+def opened(data: bytes) -> Image.Image:
+    """A picture whose pixels are not read yet; one large enough to be a bomb is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            opened = Image.open(io.BytesIO(data))
-        except Image.DecompressionBombWarning as error:
+            return Image.open(io.BytesIO(data))
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise ValueError("it is too large") from error
-    picture = ImageOps.exif_transpose(opened)
+
+
+def decode(data: bytes, size: int) -> Pixels:
+    """A square RGB picture: turned upright, shorter side resized, centre cut out.
+
+    Pictures large enough to be bombs are refused, 16-bit grey is scaled, what is transparent turns
+    white, and of several frames the first counts. Large JPEGs are decoded at a reduced size.
+    """
+    picture = opened(data)
+    picture.draft("RGB", (3 * size, 3 * size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # damaged metadata does not spoil a picture
+        picture = ImageOps.exif_transpose(picture)
     if picture.mode.startswith("I") or picture.mode == "F":
-        values = np.asarray(picture, dtype=np.float64)
-        top = 65535.0 if values.max() > 255 else 255.0
-        picture = Image.fromarray((values * (255 / top)).clip(0, 255).astype(np.uint8))
-    picture = picture.convert("RGB")
+        picture = _eight_bits(picture)
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return square(picture.convert("RGB"), size)
+
+
+def square(picture: Image.Image, size: int) -> Pixels:
+    """The middle of an RGB picture whose shorter side is made `size` pixels."""
+    picture = _not_too_long(picture)
     scale = size / min(picture.size)
     if scale != 1:
         wide, high = (max(size, round(side * scale)) for side in picture.size)
@@ -91,6 +124,24 @@ def decode(data: bytes, size: int) -> Pixels:
     left, top_row = (picture.width - size) // 2, (picture.height - size) // 2
     picture = picture.crop((left, top_row, left + size, top_row + size))
     return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
+
+
+def _eight_bits(picture: Image.Image) -> Image.Image:
+    """Grey of 16 or more bits, scaled to eight."""
+    values = np.nan_to_num(np.asarray(picture, dtype=np.float64))
+    wide = picture.mode.startswith("I;16") or values.max() > 255
+    top = 65535.0 if wide else 1.0 if picture.mode == "F" and values.max() <= 1 else 255.0
+    return Image.fromarray((values * (255 / top)).clip(0, 255).astype(np.uint8))
+
+
+def _not_too_long(picture: Image.Image) -> Image.Image:
+    """The middle of a strip, so that resizing its short side does not make it gigantic."""
+    longest = 4 * min(picture.size)
+    if max(picture.size) <= longest:
+        return picture
+    wide, high = (min(side, longest) for side in picture.size)
+    left, top = (picture.width - wide) // 2, (picture.height - high) // 2
+    return picture.crop((left, top, left + wide, top + high))
 
 
 def listed(root: Path, below: str = "") -> dict[str, list[str]]:
@@ -124,6 +175,15 @@ def digest(files: Files) -> str:
     with ThreadPoolExecutor() as pool:
         for name, data in zip(files.names, pool.map(files.data, range(len(files))), strict=True):
             total.update(f"\n{name} {len(data)} ".encode() + hashlib.blake2b(data).digest())
+    return total.hexdigest()
+
+
+def stamp(files: Files) -> str:
+    """A key of names, sizes and times of change: quick, for folders too large to be read twice."""
+    total = hashlib.blake2b(f"v1 {files.root.resolve()} {files.size}".encode(), digest_size=16)
+    for name in files.names:
+        facts = (files.root / name).stat()
+        total.update(f"\n{name} {facts.st_size} {facts.st_mtime_ns}".encode())
     return total.hexdigest()
 
 

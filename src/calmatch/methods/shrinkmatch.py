@@ -52,7 +52,9 @@ class ShrinkMatch(Method):
             )
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         accepted = ops.moving(self.get_buffer("accepted"), average(mask.mean()), self.momentum)
-        auxiliary = net.get_submodule("heads.auxiliary")(strong.features)
+        rows = strong.features
+        rows = rows.repeat(2, 1) if len(rows) == 1 else rows  # BatchNorm takes no single row
+        auxiliary = net.get_submodule("heads.auxiliary")(rows)[: len(strong.features)]
         shrunk = ((1 - mask) * self.shrunk(p, auxiliary)).mean()
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
@@ -65,7 +67,8 @@ class ShrinkMatch(Method):
         """Loss of the top class against the least likely ones only, as many as leave it sure."""
         ordered, order = p.sort(-1, descending=True)
         top = ordered[:, :1]
-        tail = ordered.flip(-1).cumsum(-1).flip(-1)  # [R, C]: mass of the classes from c on
+        # [R, C]: mass of the classes from c on; CUDA knows no deterministic cumsum
+        tail = ordered @ torch.ones(p.shape[-1], p.shape[-1], dtype=p.dtype, device=p.device).tril()
         sure = top / (top + tail) >= self.threshold
         places = torch.arange(p.shape[-1], device=p.device)
         sure = sure & (places >= 2)  # dropping no class is FixMatch's own test

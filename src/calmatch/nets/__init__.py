@@ -67,8 +67,11 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
         built: Any = timm_net.Timm(classes, item.name.removeprefix("timm."), **settings)
     else:
         target = spec.find(item.name, NETS, "net")
-        if "size" in inspect.signature(target).parameters:
+        takes = inspect.signature(target).parameters
+        if "size" in takes:
             settings.setdefault("size", size)
+        if isinstance(source, str) and "pretrained" in takes:
+            settings["pretrained"] = False  # the file replaces its own weights
         bound = spec.Spec(item.name, item.args, settings)
         built = spec.bind(bound, NETS, "net", given=1)(classes)
     if not isinstance(built, nn.Module):
@@ -82,6 +85,16 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
 def feature_size(net: nn.Module, size: int) -> int:
     """Width of the features, found with one black picture."""
     training = net.training
-    out: Output = net.eval()(torch.zeros(1, 3, size, size))
+    device = next((p.device for p in net.parameters()), torch.device("cpu"))
+    out: Output = net.eval()(torch.zeros(1, 3, size, size, device=device))
     net.train(training)
     return out.features.shape[1]
+
+
+def classifier(net: nn.Module, features: int, classes: int) -> nn.Linear:
+    """The last layer, which turns features into logits."""
+    found = [m for m in net.modules() if isinstance(m, nn.Linear)]
+    found = [m for m in found if (m.in_features, m.out_features) == (features, classes)]
+    if not found or found[-1].bias is None:
+        raise ValueError("This network does not end in one linear layer, so it cannot be frozen.")
+    return found[-1]

@@ -71,7 +71,7 @@ def _title(runs: Sequence[Run]) -> str:
     first = runs[0]
     pictures = first.result["pictures"]
     return (
-        f"{first.config.dataset}: {pictures['labelled']} labels, {pictures['unlabelled']:,} "
+        f"{first.data}: {pictures['labelled']} labels, {pictures['unlabelled']:,} "
         f"unlabelled, {pictures['test']:,} test pictures; seed {first.config.seed}, "
         f"{_chosen(first)}"
     )

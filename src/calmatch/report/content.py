@@ -152,7 +152,7 @@ def origin(run: Run) -> str:
     said = ", ".join(
         f"{number:,} {judged if kind == 'test' else kind}" for kind, number in counts.items()
     )
-    return f"{run.config.dataset}: {said}" if said else run.config.dataset
+    return f"{run.data}: {said}" if said else run.data
 
 
 def facts(run: Run, environment: Mapping[str, Any]) -> list[tuple[str, str]]:

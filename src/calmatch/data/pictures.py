@@ -1,0 +1,310 @@
+"""A person's own pictures: class folders, or a folder and a CSV of a few labels."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from calmatch.data import cache, labels
+from calmatch.data.dataset import Dataset
+from calmatch.data.files import SUFFIXES, Files, Pixels, opened, stamp
+from calmatch.data.official import IMAGENET
+
+UNLABELLED = ("unlabelled", "unlabeled")
+SIZES = (16, 32, 64, 96, 128)
+LARGEST = 8 * 2**30  # bytes of decoded pictures that are kept; beyond, they are decoded again
+Seen = Callable[[int], object]  # told how many pictures are read
+
+
+class Skipped(NamedTuple):
+    """A file that is left out, and why."""
+
+    file: str
+    why: str
+
+
+class Pictures(NamedTuple):
+    """What a folder holds: names below `root` in order, and a class id (-1: none) for each."""
+
+    root: Path
+    names: tuple[str, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+    skipped: tuple[Skipped, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def some(self, rows: Iterable[int]) -> Pictures:
+        """Only these rows."""
+        rows = list(rows)
+        return self._replace(
+            names=tuple(self.names[k] for k in rows), labels=tuple(self.labels[k] for k in rows)
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Labels of each class."""
+        found = Counter(self.labels)
+        return tuple(found[k] for k in range(len(self.classes)))
+
+
+def read(root: Path, csv: Path | None = None, strict: bool = False) -> Pictures:
+    """List a folder's pictures and their labels; nothing is decoded yet.
+
+    Args:
+        root: class folders (`unlabelled/` holds pictures without a label), or any tree with a CSV.
+        csv: `file,label` for some of the pictures; the others are unlabelled.
+        strict: a file that would be skipped is an error.
+    """
+    if not root.is_dir():
+        hint = " Unpack it first." if root.suffix == ".zip" else ""
+        raise ValueError(f"There is no folder {root}.{hint}")
+    names, skipped = _listed(root)
+    if strict and skipped:
+        raise ValueError(f"{skipped[0].file}: {skipped[0].why} (--strict).")
+    if not names:
+        kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
+        raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
+    known, notes = _by_folder(root, names) if csv is None else _by_csv(csv, names)
+    classes = labels.ordered(known.values())
+    _check_classes(classes, csv, root)
+    place = {name: k for k, name in enumerate(classes)}
+    ids = tuple(place[known[name]] if name in known else -1 for name in names)
+    found = Pictures(root, tuple(names), ids, classes, tuple(skipped), tuple(notes))
+    return found._replace(notes=(*notes, *_doubts(found)))
+
+
+def _listed(root: Path) -> tuple[list[str], list[Skipped]]:
+    """Pictures anywhere below root, sorted; links that lead outside are left out."""
+    inside = root.resolve()
+    names, skipped = [], []
+    for folder, below, files in os.walk(root, followlinks=False):
+        here = Path(folder)
+        below[:] = sorted(name for name in below if not name.startswith((".", "__MACOSX")))
+        for name in below:
+            if (here / name).is_symlink():
+                link = (here / name).relative_to(root).as_posix()
+                skipped.append(Skipped(link, "a link to a folder is not followed"))
+        for name in files:
+            if name.startswith(".") or not name.lower().endswith(SUFFIXES):
+                continue
+            path = here / name
+            shown = path.relative_to(root).as_posix()
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                skipped.append(Skipped(shown, "the link leads outside the folder"))
+            else:
+                names.append(shown)
+    return sorted(names), skipped
+
+
+def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The first folder of a name is its class."""
+    known = {}
+    loose = 0
+    for name in names:
+        first, _, rest = name.partition("/")
+        if not rest:
+            loose += 1
+        elif first.lower() not in UNLABELLED:
+            known[name] = first
+    filled = set(known.values())
+    for folder in sorted(root.iterdir()):
+        name = folder.name
+        other = name.startswith((".", "__MACOSX")) or name.lower() in UNLABELLED
+        if folder.is_dir() and not folder.is_symlink() and not other and name not in filled:
+            raise ValueError(f"The class folder {folder} holds no pictures; fill it or delete it.")
+    if not known:
+        raise ValueError(
+            f"{root} has no class folders with pictures in them. Sort a few pictures into one "
+            f"folder for each class, or name their classes with --labels labels.csv."
+        )
+    note = f"{loose} pictures lie in {root} itself: they count as unlabelled."
+    return known, [note] if loose else []
+
+
+def _by_csv(csv: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
+    rows = labels.read(csv)
+    known = labels.matched(rows, names, csv)
+    twice = len(rows) - len(known)
+    return known, [f"{csv} names {twice} pictures more than once, alike."] if twice else []
+
+
+def _check_classes(classes: tuple[str, ...], csv: Path | None, root: Path) -> None:
+    if len(classes) < 2:
+        where = csv or root
+        raise ValueError(
+            f"{where} knows one class only, {classes[0]!r}; a classifier needs two or more."
+        )
+
+
+def _doubts(found: Pictures) -> list[str]:
+    """What a person may have overlooked."""
+    notes = []
+    for name, count in zip(found.classes, found.counts, strict=True):
+        if count == 1:
+            notes.append(
+                f"Class {name!r} has one label: it is learned from, but how well it is recognised "
+                f"cannot be checked. Label at least one more."
+            )
+    same = Counter(name.casefold() for name in found.classes)
+    for folded, times in same.items():
+        if times > 1:
+            alike = [name for name in found.classes if name.casefold() == folded]
+            notes.append(f"Classes {', '.join(map(repr, alike))} differ in capitals only.")
+    return notes
+
+
+def fitting_size(found: Pictures, sample: int = 400) -> tuple[int, int]:
+    """The training size that suits the pictures, and the median of their shorter sides."""
+    step = max(1, len(found.names) // sample)
+    sides = []
+    for name in found.names[::step]:
+        try:
+            with opened((found.root / name).read_bytes()) as picture:
+                sides.append(min(picture.size))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            continue
+    middle = int(np.median(sides)) if sides else SIZES[0]
+    return max(size for size in SIZES if size <= max(middle, SIZES[0])), middle
+
+
+def decoded(
+    found: Pictures, size: int, strict: bool = False, seen: Seen | None = None
+) -> tuple[Tensor | Files, Pictures]:
+    """All pictures of a folder at one size, decoded once and kept; broken files are left out."""
+    files = Files(found.root, found.names, size)
+    key = f"pictures-{stamp(files)}"
+    record = cache.folder() / f"{key}.json"
+    large = len(files) * 3 * size * size > LARGEST
+    broken: dict[str, str] = {}
+
+    def one(place: int) -> Pixels | None:
+        try:
+            return files.picture(place)
+        except ValueError as error:
+            if strict:
+                raise
+            broken[found.names[place]] = str(error).partition("cannot be decoded: ")[2]
+            return None
+
+    def fill(pictures: Pixels | None) -> None:
+        with ThreadPoolExecutor() as pool:
+            for place, picture in enumerate(pool.map(one, range(len(files)))):
+                if picture is not None and pictures is not None:
+                    pictures[place] = picture
+                if seen is not None:
+                    seen(place + 1)
+        cache.note(record, broken)
+
+    if strict or not record.exists():
+        (cache.folder() / f"{key}.npy").unlink(missing_ok=True)
+    images: Tensor | Files = files
+    if not large:
+        images = cache.array(key, files.shape, fill)
+    elif strict or not record.exists():
+        fill(None)
+    bad = json.loads(record.read_text("utf-8"))
+    if not bad:
+        return images, found
+    rows = [k for k, name in enumerate(found.names) if name not in bad]
+    if not rows:
+        raise ValueError(f"No file in {found.root} can be decoded: {next(iter(bad.values()))}")
+    kept = images.some(rows) if isinstance(images, Files) else images[rows]
+    skipped = [Skipped(name, why) for name, why in sorted(bad.items())]
+    return kept, found.some(rows)._replace(skipped=(*found.skipped, *skipped))
+
+
+class Arranged(NamedTuple):
+    """Rows to learn from, and rows with labels that are held out."""
+
+    train: list[int]
+    held: list[int]
+
+
+def arranged(found: Pictures, hold: float, most: int, seed: int) -> Arranged:
+    """Hold out a share of each class's labels; keep at most so many unlabelled pictures."""
+    random = np.random.default_rng([seed, 11])
+    y = np.array(found.labels)
+    held: list[int] = []
+    for k in range(len(found.classes)):
+        ids = random.permutation(np.flatnonzero(y == k))
+        held += ids[: int(hold * len(ids))].tolist()
+    spare = np.flatnonzero(y < 0)
+    if most and len(spare) > most:
+        spare = random.choice(spare, most, replace=False)
+    train = sorted(set(np.flatnonzero(y >= 0).tolist()) - set(held)) + sorted(spare.tolist())
+    return Arranged(train, sorted(held))
+
+
+def pictures(
+    *,
+    root: str,
+    labels: str = "",
+    size: int = 64,
+    hold: float = 0.0,
+    most: int = 0,
+    seed: int = 0,
+    imagenet: bool = True,
+    strict: bool = False,
+) -> Dataset:
+    """Own pictures: class folders (+ unlabelled/), or a folder and a CSV of a few labels.
+
+    Args:
+        root: the folder.
+        labels: a CSV `file,label`; empty: the class folders say it.
+        size: pixels of a side.
+        hold: share of each class's labels that are the test set; 0: all labels train, and
+            the labelled pictures stand in for a test set.
+        most: unlabelled pictures at most; 0: all.
+        seed: of what is held out and left out.
+        imagenet: normalise as ImageNet networks want it, else by the pictures' own statistics.
+        strict: a file that cannot be decoded is an error.
+    """
+    found = read(Path(root), Path(labels) if labels else None, strict)
+    images, found = decoded(found, size, strict)
+    return as_dataset(images, found, arranged(found, hold, most, seed), imagenet)
+
+
+def as_dataset(
+    images: Tensor | Files, found: Pictures, rows: Arranged, imagenet: bool = True
+) -> Dataset:
+    """Decoded pictures as a dataset whose labels are all used."""
+    y = torch.tensor(found.labels)
+    own = y[rows.train]
+    counts = tuple(int((own == k).sum()) for k in range(len(found.classes)))
+    if 0 in counts:
+        name = found.classes[counts.index(0)]
+        raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
+    test = rows.held or [k for k in rows.train if found.labels[k] >= 0]
+    take = images.some if isinstance(images, Files) else lambda ids: images[ids]
+    mean, std = IMAGENET if imagenet else _statistics(images, rows.train)
+    return Dataset(
+        take(rows.train),
+        own,
+        take(test),
+        y[test],
+        found.classes,
+        mean=mean,
+        std=std,
+        labelled_counts=counts,
+    )
+
+
+def _statistics(
+    images: Tensor | Files, rows: list[int]
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Channel means and deviations of up to 1,000 pictures."""
+    some = rows[:: max(1, len(rows) // 1000)]
+    pixels = images.take(some) if isinstance(images, Files) else images[some]
+    flat = pixels.float().transpose(0, 1).flatten(1) / 255
+    mean, std = flat.mean(1).tolist(), flat.std(1).clamp_min(0.02).tolist()
+    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])

@@ -1,0 +1,239 @@
+"""calmatch.Classifier: the same for arrays, as a scikit-learn estimator (y == -1: unlabelled)."""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_array, check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from calmatch import heads, judge, model, posthoc, trainer, vectors
+from calmatch.config import Config, check
+from calmatch.data.pictures import SIZES
+from calmatch.fit import fit
+from calmatch.plan import Wish
+
+Array = NDArray[Any]
+
+
+class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A semi-supervised classifier with calibrated probabilities.
+
+    X is an array of pictures, [N, H, W], [N, H, W, 3] or [N, 3, H, W] with bytes or numbers in
+    [0, 1], or of feature vectors [N, D], for which one linear layer learns by the same methods.
+    In y, -1 (and in arrays of objects None) means unlabelled.
+
+    Args:
+        method: who teaches whom, a name of `calmatch methods`.
+        penalty: what keeps confidence in bounds, `"margin"` for example; "": nothing.
+        net: of pictures; None: a pretrained one if it can be had and they are large enough.
+        frozen: of pictures; whether only the last layer learns; None: on a CPU, if pretrained.
+        steps: training steps; None: what `minutes` allow for pictures, 300 for vectors.
+        minutes: about how long pictures may take.
+        random_state: a seed.
+
+    Attributes:
+        classes_: class names, sorted.
+        kept_: of vectors, the method that was better by cross-fitting: `method` or supervised.
+        calibration_: the temperature found by cross-fitting.
+        judged_: out-of-fold predictions the calibration rests on; None where labels were too few.
+    """
+
+    def __init__(
+        self,
+        method: str = "freematch",
+        penalty: str = "margin(cap=0.98)",
+        *,
+        net: str | None = None,
+        frozen: bool | None = None,
+        steps: int | None = None,
+        minutes: float = 2.0,
+        random_state: Any = 0,
+    ) -> None:
+        self.method = method
+        self.penalty = penalty
+        self.net = net
+        self.frozen = frozen
+        self.steps = steps
+        self.minutes = minutes
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> Classifier:  # noqa: N803
+        """Learn from labelled and unlabelled rows."""
+        if y is None:
+            raise ValueError("Classifier requires y to be passed, but the target y is None.")
+        if not hasattr(X, "shape"):
+            X = np.asarray(X)  # noqa: N806
+        pictures = len(X.shape) > 2
+        if pictures:
+            X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
+            y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=False)
+            if len(X) != len(y):
+                raise ValueError(f"X has {len(X)} rows and y {len(y)}.")
+            self.shape_ = X.shape[1:]
+        else:
+            X, y = validate_data(self, X, y, dtype=np.float32, ensure_min_samples=2)  # noqa: N806
+        ids = self._ids(np.asarray(y))
+        state = self.random_state
+        self.seed_ = (
+            int(state) if isinstance(state, int) else int(check_random_state(state).randint(2**31))
+        )
+        if pictures:
+            self._fit_pictures(as_bytes(X), ids)
+        else:
+            self._fit_vectors(torch.from_numpy(X), torch.from_numpy(ids))
+        return self
+
+    def _ids(self, y: Array) -> NDArray[np.int64]:
+        """Class ids; -1 stays unlabelled."""
+        y = y.ravel()
+        blank = np.array([value is None or str(value) == "-1" for value in y.tolist()])
+        if not (~blank).any():
+            raise ValueError("No row has a label; -1 means unlabelled.")
+        known = y[~blank]
+        if known.dtype == object:
+            known = np.array(known.tolist())
+        check_classification_targets(known)
+        self.classes_ = np.unique(known)
+        if len(self.classes_) < 2:
+            raise ValueError("Classifier needs two or more classes; the labels have one class.")
+        ids = np.full(len(y), -1, dtype=np.int64)
+        ids[~blank] = np.searchsorted(self.classes_, known)
+        return ids
+
+    def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
+        semi = self.method.partition("(")[0] != "supervised"
+        config = Config(
+            method=self.method,
+            penalty=self.penalty if semi else "",
+            steps=self.steps or 300,
+            batch=64,
+            ratio=3,
+            lr=min(0.05, 1e-3 * (1280 / x.shape[1]) ** 0.5),
+            ema=0.9,
+            seed=self.seed_,
+            compile=False,
+            device="cpu",
+        )
+        check(config)
+        # one scale for all features: scaling each is the caller's choice, in a Pipeline
+        mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-6)
+        frozen = vectors.given(config, (x - mean) / std, ids, len(self.classes_))
+        split = frozen.base.split
+        self.judged_ = None
+        self.calibration_ = posthoc.Scaling("identity")
+        if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
+            alone = config.replace(method="supervised", penalty="")
+            tried = [
+                (judge.crossfit(frozen, one, split, set(split.labelled)), one)
+                for one in dict.fromkeys((config, alone))
+            ]
+            self.judged_, config = min(tried, key=lambda pair: judge.score(pair[0]))
+            self.calibration_ = judge.temperature(self.judged_.log_probs, self.judged_.labels)
+        self.kept_ = config.method
+        parts = frozen.parts(split, config)
+        trainer.learn(config, parts)
+        head = parts.judged.body
+        assert isinstance(head, heads.Head)
+        weight = head.linear.weight.detach() / std
+        self.coef_ = weight.numpy()
+        self.intercept_ = (head.linear.bias.detach() - weight @ mean).numpy()
+
+    def _fit_pictures(self, pictures: NDArray[np.uint8], ids: NDArray[np.int64]) -> None:
+        """Through the same door as a folder: files and a CSV."""
+        with tempfile.TemporaryDirectory() as place:
+            root = Path(place) / "pictures"
+            root.mkdir()
+            for row, picture in enumerate(pictures):
+                Image.fromarray(picture).save(root / f"{row:09d}.png", compress_level=1)
+            table = Path(place) / "labels.csv"
+            with table.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["file", "label"])
+                labelled = np.flatnonzero(ids >= 0)
+                writer.writerows((f"{row:09d}.png", f"{ids[row]}") for row in labelled)
+            wish = Wish(
+                root,
+                table,
+                minutes=self.minutes,
+                method=self.method,
+                penalty=self.penalty,
+                net=self.net,
+                frozen=self.frozen,
+                size=_square(pictures),
+                steps=self.steps,
+                seed=self.seed_,
+            )
+            run = fit(wish, Path(place) / "run", quiet=True)
+            self.model_ = model.load(run.folder)
+            self.result_ = run.result
+        self.calibration_ = self.model_.calibration
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Calibrated probabilities [N, C], in the order of `classes_`."""
+        check_is_fitted(self, "classes_")
+        if hasattr(self, "model_"):
+            X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
+            if X.shape[1:] != self.shape_:
+                raise ValueError(f"Pictures were {self.shape_} in fit and are {X.shape[1:]} now.")
+            probs = self.model_.probabilities(_resized(as_bytes(X), self.model_.size))
+        else:
+            X = validate_data(self, X, dtype=np.float64, reset=False)  # noqa: N806
+            logits = X @ self.coef_.T.astype(np.float64) + self.intercept_
+            probs = self.calibration_(torch.from_numpy(logits)).exp()
+        found: Array = probs.double().numpy()
+        found /= found.sum(1, keepdims=True)
+        return found
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """The most probable class of each row."""
+        probs = self.predict_proba(X)
+        found: Array = self.classes_[probs.argmax(1)]
+        return found
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.three_d_array = True
+        return tags
+
+
+def as_bytes(x: Array) -> NDArray[np.uint8]:
+    """Pictures as bytes [N, H, W, 3]."""
+    if x.ndim == 3:
+        x = np.repeat(x[..., None], 3, -1)
+    if x.ndim != 4 or (x.shape[-1] != 3 and x.shape[1] != 3):
+        raise ValueError(
+            f"Pictures are [N, H, W], [N, H, W, 3] or [N, 3, H, W], not {list(x.shape)}."
+        )
+    if x.shape[-1] != 3:
+        x = x.transpose(0, 2, 3, 1)
+    if x.dtype != np.uint8:
+        low, high = float(x.min()), float(x.max())
+        if low < 0 or high > 255:
+            raise ValueError(f"Pictures hold bytes, or numbers in [0, 1]; these {low} to {high}.")
+        x = (x * (255 if high <= 1 else 1)).round().astype(np.uint8)
+    return np.ascontiguousarray(x)
+
+
+def _square(pictures: NDArray[np.uint8]) -> int | None:
+    """Square pictures of a usual size keep it; others get a fitting one."""
+    height, width = pictures.shape[1:3]
+    return height if height == width and height in SIZES else None
+
+
+def _resized(pictures: NDArray[np.uint8], size: int) -> Tensor:
+    """As the files were, when they were decoded."""
+    from calmatch.data.files import square
+
+    made = [square(Image.fromarray(picture), size) for picture in pictures]
+    return torch.from_numpy(np.stack(made))

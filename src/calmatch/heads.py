@@ -1,0 +1,284 @@
+"""A frozen network: views of every picture are computed once as features, the last layer learns.
+
+Stored features pass for pictures of one pixel and many channels, so the batches, the loop and the
+evaluation are the ones that whole networks use.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Generator, Tensor, nn
+
+from calmatch import augment, checkpoint, data, log, methods, nets
+from calmatch.augment.basic import normalise
+from calmatch.config import Config
+from calmatch.core import Output, Task, Transform
+from calmatch.data import cache, files
+from calmatch.data.batches import Batches, stream_seed
+from calmatch.data.resident import Resident, Source, taken
+from calmatch.data.split import Split
+from calmatch.setup import Parts, Statistics
+
+BLOCK = 512  # pictures whose features are kept together: what an interruption may cost
+VIEWS = ("weak", "strong")
+
+
+class Store(NamedTuple):
+    """Features [N, 1 + 2 V, D] of each picture: as it is, V weak views, V strong ones."""
+
+    features: Tensor
+    views: int
+
+    def plain(self, rows: Tensor) -> Tensor:
+        return _pixel(self.features[rows, 0])
+
+    def view(self, name: str) -> Transform:
+        """What draws one stored view of each row."""
+        start = 1 + VIEWS.index(name) * self.views
+
+        def transform(rows: Tensor, generator: Generator) -> Tensor:
+            which = torch.randint(
+                self.views, (len(rows),), generator=generator, device=generator.device
+            )
+            return _pixel(self.features[rows, start + which])
+
+        return transform
+
+
+def _pixel(features: Tensor) -> Tensor:
+    return features.float()[:, :, None, None]
+
+
+class Rows(Resident):
+    """Some rows of a store, as a source of pictures."""
+
+    def __init__(self, store: Store, rows: Tensor, pictures: Source | None = None) -> None:
+        super().__init__(rows, store.features.device)
+        self.store = store
+        self.pictures = pictures  # what a person sees
+
+    def some(self, rows: Tensor) -> Rows:
+        """Only these rows."""
+        pictures = None if self.pictures is None else self.pictures.some(rows)
+        return Rows(self.store, self.images[rows.to(self.device)], pictures)
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """Features of the pictures as they are, in order."""
+        for rows in self.images.split(size):
+            yield self.store.plain(rows)
+
+
+class Head(nn.Module):
+    """One linear layer that starts at zero: every class equally likely."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, classes)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, pixels: Tensor) -> Output:
+        features = pixels[:, :, 0, 0]
+        return Output(self.linear(features), features)
+
+
+@dataclass
+class Frozen:
+    """A run whose network is frozen: its features, and parts of a run for any rows of them."""
+
+    config: Config
+    base: Parts  # with the whole network
+    store: Store
+    labels: Tensor  # [N] class ids, -1 unknown
+    tested: Store  # the test pictures, as they are
+    statistics: tuple[Sequence[float], Sequence[float]]
+
+    def parts(self, split: Split, config: Config | None = None) -> Parts:
+        """The parts of a run on these rows; a ValueError if the method cannot do without pixels."""
+        config, base = config or self.config, self.base
+        device, classes = base.device, len(base.classes)
+        features = self.store.features.shape[-1]
+        rows = {name: torch.tensor(ids) for name, ids in split._asdict().items()}
+        own = self.labels[rows["labelled"]]
+        task = Task(
+            classes=classes,
+            labelled=len(own),
+            unlabelled=len(split.unlabelled),
+            features=features,
+            steps=config.steps,
+            counts=tuple(int((own == k).sum()) for k in range(classes)),
+        )
+        method = methods.build(config.method, task)
+        if method.heads():
+            raise ValueError(
+                f"{config.method} has layers of its own, which a frozen network cannot train; "
+                f"use freematch, or train the whole network (--no-frozen)."
+            )
+        method.picture = (features, 1, 1)
+        method.threshold = base.method.threshold  # which may know of a margin
+        net = nets.Net(Head(features, classes), {}).to(device)
+        momentum = method.ema if config.ema is None else config.ema
+        own_pool = split.unlabelled == base.split.unlabelled
+        pool = base.batches.sources["u"] if own_pool else None
+        batch = min(config.batch, len(own))
+        batches = Batches(
+            method.to(device),
+            Rows(self.store, rows["labelled"]),
+            own.to(device),
+            Rows(self.store, rows["unlabelled"], pool),
+            {name: self.store.view(name) for name in VIEWS},
+            self.statistics,
+            batch=batch,
+            unlabelled_batch=min(config.batch * config.ratio, len(split.unlabelled)),
+            seed=config.seed,
+            chunk=config.chunk,
+        )
+        sets: dict[str, tuple[Source, Tensor]] = {}
+        pictures, truth = base.sets["test"]
+        sets["test"] = (Rows(self.tested, torch.arange(len(truth)), pictures), truth)
+        made = replace(
+            base,
+            statistics=self.statistics,
+            split=split,
+            sets=sets,
+            truth=self.labels[rows["unlabelled"]].to(device),
+            net=net,
+            ema=copy.deepcopy(net).requires_grad_(False) if momentum else net,
+            momentum=momentum,
+            method=method,
+            batches=batches,
+        )
+        made.whole = functools.partial(self.joined, made)
+        return made
+
+    def joined(self, parts: Parts) -> tuple[nets.Net, Statistics]:
+        """The whole network with a trained head, and the statistics of its pictures."""
+        net = copy.deepcopy(self.base.net)
+        last = nets.classifier(net.body, self.store.features.shape[-1], len(self.base.classes))
+        head = parts.judged.body
+        assert isinstance(head, Head)
+        mean, std = (255 * torch.tensor(v, dtype=torch.float64) for v in self.statistics)
+        weight = head.linear.weight.detach().cpu().double() / std
+        bias = head.linear.bias.detach().cpu().double() - weight @ mean
+        with torch.no_grad():
+            last.weight.copy_(weight)
+            last.bias.copy_(bias)
+        return net, self.base.statistics
+
+
+def freeze(config: Config, parts: Parts, quiet: bool = False, kept: bool = True) -> Frozen:
+    """Compute (or find in the cache) the features of a run's network as it is now.
+
+    Args:
+        config: `frozen` says how many weak and how many strong views each picture gets.
+        parts: of a run with the whole network.
+        quiet: no progress bar.
+        kept: keep the features in the cache.
+    """
+    dataset = data.build(config.dataset)
+    make = functools.partial(_features, parts, config, kept=kept)
+    total = len(dataset.labels) * (1 + 2 * config.frozen) + len(dataset.test_labels)
+    with log.Bar("features", total, 0, quiet, unit="views") as bar:
+        features = make(dataset.images, config.frozen, bar)
+        tested = make(dataset.test_images, 0, bar)
+    some = features[:: max(1, len(features) // 5000), 0].double()
+    mean, std = some.mean(0), some.std(0).clamp_min(1e-3)
+    statistics = ((mean / 255).tolist(), (std / 255).tolist())
+    store = Store(features.to(parts.device), config.frozen)
+    return Frozen(
+        config, parts, store, dataset.labels, Store(tested.to(parts.device), 0), statistics
+    )
+
+
+def _features(
+    parts: Parts, config: Config, images: Tensor | files.Files, views: int, bar: log.Bar, kept: bool
+) -> Tensor:
+    """float16 [N, 1 + 2 V, D]."""
+    net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
+    width = nets.feature_size(net, parts.size)
+    key = _key(net, images, config, views) if kept else ""
+    blocks = []
+    for number, start in enumerate(range(0, len(images), BLOCK)):
+        rows = torch.arange(start, min(start + BLOCK, len(images)))
+        shape, before = (len(rows), 1 + 2 * views, width), bar.done
+        fill = functools.partial(_fill, net, parts, config, taken(images, rows), number, bar)
+        if kept:
+            # a copy, because a memory map would be read from disk at every step
+            block = cache.array(f"features-{key}-{number}", shape, fill, np.float16).clone()
+        else:
+            array = np.zeros(shape, np.float16)
+            fill(array)
+            block = torch.from_numpy(array)
+        bar.advance(before + len(rows) * shape[1] - bar.done)  # what was in the cache
+        blocks.append(block)
+    return torch.cat(blocks)
+
+
+@torch.inference_mode()
+def _fill(
+    net: nn.Module,
+    parts: Parts,
+    config: Config,
+    pictures: Tensor,
+    number: int,
+    bar: log.Bar,
+    found: NDArray[np.float16],
+) -> None:
+    """Features of a block of pictures; every view has its own stream of chance."""
+    device, pictures = parts.device, pictures.to(parts.device)
+    mean, std = (torch.tensor(v, device=device) for v in parts.statistics)
+    views = (found.shape[1] - 1) // 2
+    pipelines = {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)}
+    for place in range(found.shape[1]):
+        made = pictures
+        if place:
+            chance = Generator(device).manual_seed(stream_seed(config.seed, 7, place, number))
+            made = pipelines[VIEWS[(place - 1) // views]](pictures, chance)
+        size = 32 if device.type == "cpu" else 256  # what fits a CPU's cache
+        for start in range(0, len(made), size):
+            images = normalise(made[start : start + size], mean, std)
+            out: Output = net(images.contiguous(memory_format=torch.channels_last))
+            found[start : start + size, place] = out.features.cpu().numpy()
+            bar.advance(len(images))
+
+
+def _key(net: nn.Module, images: Tensor | files.Files, config: Config, views: int) -> str:
+    """Everything that features depend on."""
+    facts: Mapping[str, object] = {
+        "weights": checkpoint.digest({k: v.cpu() for k, v in net.state_dict().items()}),
+        "net": config.net,
+        "weak": config.weak,
+        "strong": config.strong,
+        "views": views,
+        "seed": config.seed,
+    }
+    total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    if isinstance(images, files.Files):
+        total.update(files.stamp(images).encode())
+    else:
+        total.update(str(tuple(images.shape)).encode())
+        for block in images.split(4096):
+            total.update(block.contiguous().numpy().data)
+    return total.hexdigest()
+
+
+def timed(config: Config, parts: Parts, pictures: Tensor) -> float:
+    """Seconds that one view of one picture takes, augmentation included."""
+    net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
+    found = np.zeros((len(pictures), 3, nets.feature_size(net, parts.size)), np.float16)
+    with log.Bar("", 0, 0, True) as bar:
+        _fill(net, parts, config, pictures, 0, bar, found)  # the first time is slower
+        began = time.perf_counter()
+        _fill(net, parts, config, pictures, 0, bar, found)
+    return (time.perf_counter() - began) / len(pictures) / 3

@@ -1,0 +1,183 @@
+"""How good it is, from few labels: heads refitted out of fold, calibration, promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+from calmatch import evaluate, metrics, posthoc, trainer
+from calmatch.config import Config
+from calmatch.data.split import Split
+from calmatch.heads import Frozen, Rows
+
+FOLDS = 5  # at most
+Told = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
+
+
+class Judged(NamedTuple):
+    """Predictions of labelled pictures by models that have not seen their labels."""
+
+    log_probs: Tensor  # [n, C], before calibration
+    labels: Tensor  # [n]
+    rows: list[int]  # of the training pictures, or of the held-out ones
+    crossfit: bool  # by sister models; False: held out, by the model itself
+
+
+def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
+    """Places of labels in two to five folds; a class's only label is in none.
+
+    There are as many folds as labels of a typical class, and every class starts with the first, so
+    that what is left to learn from stays as balanced as it was: a class that lost more labels than
+    the others would be guessed less often, and just its labels are judged.
+
+    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
+    [2, 2, 2]
+    """
+    random = np.random.default_rng([seed, 12])
+    y = np.asarray(labels)
+    counts = np.unique(y, return_counts=True)[1]
+    number = int(np.clip(np.median(counts), 2, FOLDS))
+    found: list[list[int]] = [[] for _ in range(number)]
+    for k in np.unique(y):
+        own = random.permutation(np.flatnonzero(y == k))
+        for place, row in enumerate(own if len(own) > 1 else []):
+            found[place % number].append(int(row))
+    return [fold for fold in found if fold]
+
+
+def crossfit(
+    frozen: Frozen, config: Config, split: Split, unseen: set[int], told: Told | None = None
+) -> Judged:
+    """Refit the head without each fold of labels and predict that fold.
+
+    A fold's pictures serve neither as labelled nor as unlabelled ones while it is held out.
+
+    Args:
+        frozen: features, and who makes parts of a run from them.
+        config: of the head's training.
+        split: all labelled and unlabelled rows.
+        unseen: rows whose labels the network behind the features has not seen.
+        told: is shown the predictions after each fold.
+    """
+    own = frozen.labels[torch.tensor(split.labelled)].tolist()
+    log_probs: list[Tensor] = []
+    rows: list[int] = []
+    cheap = config.replace(compile=False)
+    for number, fold in enumerate(folds(own, config.seed), start=1):
+        held = {split.labelled[place] for place in fold}
+        judged = sorted(held & unseen)
+        if judged:
+            rest = Split(
+                [row for row in split.labelled if row not in held],
+                [row for row in split.unlabelled if row not in held],
+                [],
+            )
+            parts = frozen.parts(rest, cheap)
+            trainer.learn(cheap, parts)
+            pictures = Rows(frozen.store, torch.tensor(judged))
+            log_probs.append(
+                evaluate.predict(
+                    parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
+                )
+            )
+            rows += judged
+        if told is not None and rows:
+            told(number, torch.cat(log_probs), frozen.labels[torch.tensor(rows)])
+    if not rows:
+        raise ValueError(
+            "No label can be left out to judge by: every class has one label. Label at least "
+            "two pictures of each class."
+        )
+    return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, True)
+
+
+def temperature(log_probs: Tensor, labels: Tensor) -> posthoc.Scaling:
+    """The temperature nearest to 1 that the labels do not speak against.
+
+    Forty labels know the best temperature only to about a fifth, and sister models that saw fewer
+    labels ask for too warm a one. So it moves from the best one towards 1 (no change) until the
+    labels are e times less likely, and no further.
+    """
+    best = posthoc.crossfit_temperature(log_probs, labels)
+    warm = float(best.values["temperature"])
+    z = log_probs.double()
+
+    def loss(share: float) -> float:
+        logp = (z / warm**share).log_softmax(-1)
+        return float(-logp.gather(1, labels[:, None]).sum())
+
+    low, high = 0.0, 1.0  # the share of the way from 1 to the best
+    worst = loss(1.0) + 1.0
+    if loss(0.0) <= worst:
+        return posthoc.Scaling("temperature", {"temperature": 1.0}, len(labels))
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if loss(middle) <= worst else (middle, high)
+    return posthoc.Scaling("temperature", {"temperature": warm**high}, len(labels))
+
+
+class Verdict(NamedTuple):
+    """A model's calibration, what it may promise, and its measured quality."""
+
+    scaling: posthoc.Scaling
+    conformal: posthoc.Conformal
+    selective: posthoc.Selective
+    log_probs: Tensor  # [n, C], calibrated without each picture's own label
+    before: dict[str, metrics.Interval]
+    after: dict[str, metrics.Interval]
+
+
+def verdict(judged: Judged, resamples: int = 500) -> Verdict:
+    """Temperature, prediction sets and operating point from judged labels.
+
+    The metrics after calibration use, for each picture, a temperature found without its label.
+    """
+    z, y = judged.log_probs, judged.labels
+    scaling = temperature(z, y)
+    log_probs = scaling(z).double()
+    for fold in folds([0] * len(y), 0):
+        others = torch.ones(len(y), dtype=torch.bool)
+        others[fold] = False
+        log_probs[fold] = temperature(z[others], y[others])(z[fold]).double()
+    probs = log_probs.exp()
+    confidence, guess = probs.max(1)
+    return Verdict(
+        scaling,
+        posthoc.conformal(probs, y, cross_fitted=judged.crossfit),
+        posthoc.selective(confidence, guess == y, cross_fitted=judged.crossfit),
+        log_probs.float(),
+        measured(z, y, 0),
+        measured(log_probs, y, resamples),
+    )
+
+
+def measured(log_probs: Tensor, labels: Tensor, resamples: int) -> dict[str, metrics.Interval]:
+    """Every metric; the error with an exact binomial interval, which few labels need."""
+    found = evaluate.measure(log_probs, labels, resamples)
+    n = len(labels)
+    wrong = round(found["error"].value * n)
+    low, high = exact(wrong, n)
+    return found | {"error": metrics.Interval(wrong / n, low, high)}
+
+
+def exact(wrong: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """The Clopper-Pearson interval of a share.
+
+    >>> [round(end, 3) for end in exact(0, 40)]
+    [0.0, 0.088]
+    """
+    tail = (1 - level) / 2
+    low: Any = stats.beta.ppf(tail, wrong, n - wrong + 1) if wrong else 0.0
+    high: Any = stats.beta.ppf(1 - tail, wrong + 1, n - wrong) if wrong < n else 1.0
+    return float(low), float(high)
+
+
+def score(judged: Judged) -> float:
+    """What decides between two models: the mean log-loss of calibrated predictions."""
+    scaled = temperature(judged.log_probs, judged.labels)(judged.log_probs)
+    return float(-scaled.double().gather(1, judged.labels[:, None]).mean())

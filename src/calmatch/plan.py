@@ -1,0 +1,316 @@
+"""From a person's wishes and pictures to a plan: network, size, views, steps; resolved once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calmatch import heads, methods, nets, spec, trainer
+from calmatch.config import Config, check
+from calmatch.core import Method
+from calmatch.data.files import Files
+from calmatch.data.pictures import Pictures
+from calmatch.data.resident import taken
+from calmatch.judge import FOLDS
+from calmatch.setup import Parts, pick_device, prepare
+
+PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
+SMALLEST = 48  # pixels: below, networks pretrained on photographs see little
+HOLD = 200  # labels from which some are held out when the whole network learns
+STEPS = {"head": (100, 500), "whole": (60, 5000)}  # fewest and most
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person asked for; None: choose well."""
+
+    pictures: Path
+    labels: Path | None = None
+    minutes: float = 10.0
+    start: Path | None = None
+    method: str = "freematch"
+    penalty: str = "margin(cap=0.98)"
+    net: str | None = None
+    frozen: bool | None = None
+    size: int | None = None
+    steps: int | None = None
+    hold: float | None = None
+    weak: str | None = None
+    strong: str | None = None
+    batch: int | None = None
+    seed: int = 0
+    strict: bool = False
+    device: str = "auto"
+
+    def dump(self) -> dict[str, Any]:
+        """JSON; paths made absolute, so that the same folder is the same wish."""
+        found = dataclasses.asdict(self)
+        for name, value in found.items():
+            if isinstance(value, Path):
+                found[name] = str(value.resolve())
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done; saved, so that a run can be continued and repeated."""
+
+    net: str
+    size: int
+    imagenet: bool  # normalise as ImageNet networks want it
+    whole: bool  # the whole network learns first; False: it is frozen as it comes
+    views: int  # weak and as many strong views of each picture, for the head
+    head_steps: int
+    steps: int  # of the whole network
+    alone_steps: int  # of the whole network on the labels alone
+    batch: int
+    ratio: int
+    lr: float
+    ema: float
+    weak: str
+    strong: str
+    hold: float  # share of each class's labels that the whole network does not see
+    holdout: bool  # the head does not see them either
+    most: int  # unlabelled pictures used; 0: all
+    notes: tuple[str, ...] = ()
+
+
+def check_wish(wish: Wish) -> None:
+    """Refuse early what cannot be meant."""
+    if not wish.minutes > 0:
+        raise ValueError(f"--minutes must be more than 0, not {wish.minutes:g}.")
+    if wish.size is not None and not 8 <= wish.size <= 512:
+        raise ValueError(f"--size must lie between 8 and 512 pixels, not {wish.size}.")
+    if wish.hold is not None and not 0 < wish.hold < 1:
+        raise ValueError(f"--hold is a share of the labels between 0 and 1, not {wish.hold:g}.")
+    kind = methods.find(wish.method)
+    if wish.frozen and kind.heads is not Method.heads:
+        raise ValueError(f"{wish.method} has layers of its own; use it with --no-frozen.")
+    check(Config(penalty=wish.penalty, steps=wish.steps or 1, batch=wish.batch or 1))
+
+
+def dataset(wish: Wish, plan: Plan, hold: float) -> str:
+    """The spec of the pictures."""
+    arguments: dict[str, Any] = {
+        "root": str(wish.pictures.resolve()),
+        "labels": str(wish.labels.resolve()) if wish.labels else "",
+        "size": plan.size,
+        "hold": hold,
+        "most": plan.most,
+        "seed": wish.seed,
+        "imagenet": plan.imagenet,
+        "strict": wish.strict,
+    }
+    return f"pictures({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _config(wish: Wish, plan: Plan, alone: bool, steps: int, hold: float) -> Config:
+    semi = bool(methods.find(wish.method).u_views) and not alone
+    return Config(
+        dataset=dataset(wish, plan, hold),
+        labels=0,
+        method="supervised" if alone else wish.method,
+        penalty=wish.penalty if semi else "",
+        net=plan.net,
+        weak=plan.weak,
+        strong=plan.strong,
+        batch=plan.batch,
+        steps=steps,
+        seed=wish.seed,
+        device=wish.device,
+        log_every=max(1, steps // 20),
+    )
+
+
+def body(wish: Wish, plan: Plan, alone: bool) -> Config:
+    """The run in which the whole network learns, on all pictures or on the labels alone."""
+    steps = plan.alone_steps if alone else plan.steps
+    return _config(wish, plan, alone, steps, plan.hold).replace(
+        ratio=plan.ratio,
+        lr=plan.lr,
+        ema=plan.ema,
+        warmup=min(100, steps // 20),
+        precision="bf16" if pick_device(wish.device).type == "cuda" else "fp32",
+        eval_every=max(1, steps // 5),
+    )
+
+
+def head(wish: Wish, plan: Plan, alone: bool, net: str, features: int) -> Config:
+    """The run in which the last layer learns, on features of the network as it is then."""
+    hold = plan.hold if plan.holdout else 0.0
+    return _config(wish, plan, alone, plan.head_steps, hold).replace(
+        net=net,
+        frozen=plan.views,
+        ratio=7,
+        # logits reach the same size whatever the number of steps and features
+        lr=round(min(0.05, 0.5 / plan.head_steps * (1280 / features) ** 0.5), 6),
+        ema=0.99,
+    )
+
+
+def choose(wish: Wish, found: Pictures, images: Tensor | Files, side: int, size: int) -> Plan:
+    """Look at the pictures, measure a few steps, decide.
+
+    Args:
+        wish: what was asked for.
+        found: the pictures.
+        images: decoded at `size`.
+        side: the median of their shorter sides.
+        size: pixels of a side in training.
+    """
+    device = pick_device(wish.device)
+    net, ready, notes = network(wish, side, device)
+    whole = not (ready and device.type == "cpu") if wish.frozen is None else not wish.frozen
+    if not whole and not ready:
+        notes.append("The frozen network is not pretrained, so its features know nothing.")
+    weak, strong, said = views(wish, size, grey(images))
+    labels = len(found.labels) - found.labels.count(-1)
+    many = labels >= HOLD and min(found.counts) >= 5
+    hold = (0.2 if many else 0.5) if wish.hold is None else wish.hold
+    plan = Plan(
+        net=net,
+        size=size,
+        imagenet=ready,
+        whole=whole,
+        views=2,
+        head_steps=wish.steps or (300 if whole else STEPS["head"][1]),
+        steps=wish.steps or 10,
+        alone_steps=wish.steps or 10,
+        batch=wish.batch or (32 if ready else 20),
+        ratio=2 if ready else 3,
+        lr=1e-3 if ready else 6e-3,
+        ema=0.999 if ready and device.type == "cuda" else 0.95,
+        weak=weak,
+        strong=strong,
+        hold=hold if whole or wish.hold is not None else 0.0,
+        holdout=(whole and many) or wish.hold is not None,
+        most=0,
+        notes=(*notes, *said),
+    )
+    return _of_whole(wish, plan, len(images)) if whole else _of_head(wish, plan, found, images)
+
+
+def network(wish: Wish, side: int, device: torch.device) -> tuple[str, bool, list[str]]:
+    """The network's spec, whether it is pretrained, and what to say about it."""
+    if wish.net is not None:
+        item = spec.parse(wish.net)
+        ready = item.name == "efficientnet_lite0" and item.kwargs.get("pretrained", True)
+        return wish.net, bool(ready or item.kwargs.get("pretrained")), []
+    fresh = "wrn_28_2" if device.type == "cuda" else "small(width=16)"
+    if side < SMALLEST:
+        return (
+            fresh,
+            False,
+            [
+                f"Pictures of {side} pixels are too small for a pretrained network: a small one "
+                f"({fresh}) learns from scratch."
+            ],
+        )
+    for text in PRETRAINED:
+        try:
+            nets.build(text, 2, 64)
+            return text, True, []
+        except ValueError as error:
+            reason = str(error)
+    return (
+        fresh,
+        False,
+        [
+            f"No pretrained network can be had: a small one ({fresh}) learns from scratch, which "
+            f"needs many more pictures. {reason}"
+        ],
+    )
+
+
+def grey(images: Tensor | Files) -> bool:
+    """Whether the pictures have no colour: scans, digits, X-rays."""
+    step = max(1, len(images) // 200)
+    some = taken(images, torch.arange(0, len(images), step)).int()
+    spread = (some.amax(1) - some.amin(1)).flatten(1).float().mean(1)
+    return bool((spread < 2).float().mean() > 0.95)
+
+
+def views(wish: Wish, size: int, colourless: bool) -> tuple[str, str, list[str]]:
+    """Weak and strong views; grey pictures are not mirrored, because letters are grey."""
+    pad = max(1, size // 8)
+    notes = []
+    weak = wish.weak or f"flip|crop({pad})"
+    strong = wish.strong or f"flip|crop({pad})|randaugment(3)|cutout(0.5)"
+    if colourless and not (wish.weak or wish.strong):
+        weak = f"crop({max(1, size // 16)})"
+        strong = "rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)"
+        notes.append(
+            "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
+            '--weak and --strong choose other views, "flip|crop(4)" for example.'
+        )
+    return weak, strong, notes
+
+
+def _of_head(wish: Wish, plan: Plan, found: Pictures, images: Tensor | Files) -> Plan:
+    """Views and steps of a frozen network that the minutes allow: half for the features."""
+    seconds = 60 * wish.minutes
+    view, step = _head_times(wish, plan, images)
+    spare = found.labels.count(-1)
+    allowed = seconds / 2 / view  # views in all
+    most = max(1000, int(allowed / 5) - (len(images) - spare))
+    notes = []
+    if most < spare:
+        notes.append(
+            f"Of {spare:,} unlabelled pictures {most:,} are learned from; --minutes allows more."
+        )
+    number = len(images) - max(0, spare - most)
+    low, high = STEPS["head"]
+    steps = int(min(high, max(low, 0.4 * seconds / (2 * (FOLDS + 1)) / step)))
+    return dataclasses.replace(
+        plan,
+        views=max(2, min(6, int((allowed / number - 1) / 2))),
+        head_steps=wish.steps or steps,
+        most=most if most < spare else 0,
+        notes=(*plan.notes, *notes),
+    )
+
+
+def _head_times(wish: Wish, plan: Plan, images: Tensor | Files) -> tuple[float, float]:
+    """Seconds of one view of one picture, and of one step of a head, measured."""
+    settings = head(wish, plan, False, plan.net, 1280)
+    parts = prepare(settings)
+    view = heads.timed(settings, parts, taken(images, torch.arange(min(64, len(images)))))
+    width = nets.feature_size(parts.net.body, plan.size)
+    store = heads.Store(torch.randn(512, 5, width).half().to(parts.device), 2)
+    rows = list(range(min(64, len(parts.split.labelled))))
+    labels = torch.full((512,), -1)
+    labels[rows] = torch.tensor(rows) % len(parts.classes)
+    statistics = ([0.0] * width, [1 / 255] * width)
+    made = heads.Frozen(settings, parts, store, labels, store, statistics)
+    split = parts.split._replace(labelled=rows, unlabelled=list(range(512)))
+    return view, _seconds_a_step(settings, functools.partial(made.parts, split))
+
+
+def _of_whole(wish: Wish, plan: Plan, pictures: int) -> Plan:
+    """Steps of a whole network that the minutes allow: about forty passes at most."""
+    if wish.steps:
+        return plan
+    low, high = STEPS["whole"]
+    most = min(high, max(500, 40 * pictures // (plan.batch * plan.ratio)))
+    steps = []
+    for alone, share in ((False, 0.5), (True, 0.15)):
+        settings = body(wish, plan, alone)
+        step = _seconds_a_step(settings, prepare)
+        steps.append(int(min(most, max(low, share * 60 * wish.minutes / step))))
+    return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
+
+
+def _seconds_a_step(settings: Config, make: Callable[[Config], Parts]) -> float:
+    """Seconds of a training step, augmentation included, the first ones left out."""
+    times: list[float] = []
+    few = settings.replace(steps=12, chunk=4, compile=False)
+    trainer.learn(few, make(few), lambda step: times.append(time.perf_counter()))
+    return (times[-1] - times[3]) / 8

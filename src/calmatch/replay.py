@@ -1,0 +1,247 @@
+"""A run again: the same byte for byte, or how far away and what differs; a fault looked at."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from calmatch import config as configs
+from calmatch import guard, trainer
+from calmatch.config import Config
+from calmatch.environment import deterministic, differences
+
+if TYPE_CHECKING:
+    from calmatch.options import ReplayOptions
+
+
+class Different(Exception):
+    """The replay is not the run: a result, told by the exit code."""
+
+    exit_code = 1
+
+
+class Verdict(NamedTuple):
+    """How a replay compares with its run."""
+
+    same: bool  # byte for byte
+    lines: int  # of metrics.jsonl compared
+    largest: float  # difference of two numbers, relative to the first where that is over 1
+    where: str  # it is
+    predictions: str  # what became of them, in words; empty for a part of a run
+    differ: list[str]  # versions, hardware and settings
+
+
+def command(options: ReplayOptions) -> None:
+    """What `calmatch replay` does: a fault where that is meant or all there is, else the run."""
+    path = options.run
+    if (path / "fault" / "fault.json").is_file() and not (path / "result.json").exists():
+        path = path / "fault"
+    if (path / "fault.json").is_file():
+        fault(path, device=options.device, trust=options.trust)
+        return
+    replay(
+        path,
+        options.steps,
+        tolerance=options.tolerance,
+        device=options.device,
+        trust=options.trust,
+        quiet=options.quiet,
+    )
+
+
+def replay(
+    folder: Path,
+    steps: int | None = None,
+    *,
+    tolerance: float = 1e-3,
+    device: str | None = None,
+    trust: bool = False,
+    quiet: bool = False,
+) -> Verdict:
+    """Train a run's config again, all or the first steps, and compare; Different if too far away.
+
+    Args:
+        folder: the run folder; it is only read.
+        steps: how many; by default all, of an unfinished run as many as it has logged.
+        tolerance: the largest difference that counts as the same.
+        device: another one than the config names.
+        trust: import code that the config names.
+        quiet: no progress bar and no lines.
+    """
+    config = _config(folder, device, trust)
+    told = _told(folder, config.steps)
+    if steps is None and not (folder / "result.json").exists():
+        steps = told[-1][0] if told else 0
+    if steps is not None:
+        told = [line for line in told if line[0] <= steps]
+    if not told or (steps is not None and steps > config.steps):
+        raise ValueError(
+            f"{folder} has no line to compare up to step {steps}; its first is due at step "
+            f"{config.log_every}, its last at {config.steps}."
+        )
+    if any(line["kind"] == "rollback" for _, _, line in told):
+        config = config.replace(on_nan="rollback")
+    before = json.loads((folder / "environment.json").read_text("utf-8"))
+    with tempfile.TemporaryDirectory(prefix="calmatch-replay-") as room, _threads(before):
+        again = Path(room) / folder.resolve().name
+        if steps is None:
+            trainer.train(config, again, quiet=quiet)
+        else:
+            trainer.first(config, again, steps, quiet=quiet)
+        now = json.loads((again / "environment.json").read_text("utf-8"))
+        verdict = _compare(told, _told(again, config.steps), folder, again, steps is None)
+    verdict = verdict._replace(differ=differences(before, now))
+    _say(verdict, tolerance)
+    return verdict
+
+
+def _config(folder: Path, device: str | None, trust: bool) -> Config:
+    config = configs.load(folder / "config.json", Config(), trust)
+    return config.replace(device=device, engine="auto") if device else config
+
+
+Told = tuple[int, bytes, dict[str, Any]]  # step, bytes and content of a line
+
+
+def _told(folder: Path, most: int) -> list[Told]:
+    try:
+        raw = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        lines = [(line, json.loads(line)) for line in raw if line.endswith(b"\n")]
+        return [(int(found["step"]), line, found) for line, found in lines if found["step"] <= most]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} has no metrics.jsonl that can be read.") from error
+
+
+@contextmanager
+def _threads(before: Mapping[str, Any]) -> Iterator[None]:
+    """As many threads as the run had: sums on a CPU are divided among them."""
+    held = torch.get_num_threads()
+    torch.set_num_threads(int(before.get("threads", held)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(held)
+
+
+def _compare(
+    one: Sequence[Told], two: Sequence[Told], folder: Path, again: Path, whole: bool
+) -> Verdict:
+    same = [line for _, line, _ in one] == [line for _, line, _ in two]
+    largest, where = 0.0, ""
+    for (step, _, first), (_, _, second) in zip(one, two, strict=False):
+        for key in first | second:
+            far = _apart(first.get(key), second.get(key))
+            if far > largest:
+                largest, where = far, f"{key} of the {first['kind']} line at step {step:,}"
+    if len(one) != len(two):
+        largest, where = math.inf, f"{len(one)} lines became {len(two)}"
+    words = ""
+    if whole:
+        equal, far, words = _predictions(folder, again)
+        same = same and equal
+        if far > largest:
+            largest, where = far, "probabilities of the test set"
+    return Verdict(same, len(one), largest, where, words, [])
+
+
+def _apart(one: Any, two: Any) -> float:
+    """The largest difference of two numbers or lists of numbers."""
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        return max(map(_apart, one, two), default=0.0)
+    if isinstance(one, int | float) and isinstance(two, int | float):
+        return abs(one - two) / max(1.0, abs(one))
+    return 0.0 if one == two else math.inf
+
+
+def _predictions(folder: Path, again: Path) -> tuple[bool, float, str]:
+    """Whether the files are equal, the largest difference of a probability, and words on it."""
+    paths = [place / "predictions.npz" for place in (folder, again)]
+    found = []
+    for path in paths:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                found.append(np.exp(arrays["log_probs"].astype(np.float64)))
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read.") from error
+    one, two = found
+    if one.shape != two.shape:
+        return False, math.inf, f"{one.shape} predictions became {two.shape}"
+    far = float(np.abs(one - two).max())
+    other = int((one.argmax(1) != two.argmax(1)).sum())
+    words = f"{len(one):,} predictions"
+    if far:
+        words += f", {other:,} of them of another class"
+    return paths[0].read_bytes() == paths[1].read_bytes(), far, words
+
+
+def _say(verdict: Verdict, tolerance: float) -> None:
+    what = f"{verdict.lines:,} lines of metrics.jsonl"
+    what += f", {verdict.predictions}" if verdict.predictions else ""
+    if verdict.same:
+        print(f"The same, byte for byte: {what}.")
+    else:
+        print(f"Not the same bytes: {what}.")
+        print(f"Largest difference {verdict.largest:.2g}: {verdict.where or 'none in numbers'}.")
+    differ = "; ".join(verdict.differ) or "nothing that is recorded"
+    if verdict.differ or not verdict.same:
+        print(f"What differs between then and now: {differ}.")
+    if verdict.largest > tolerance:
+        raise Different(f"The replay is further away than the tolerance of {tolerance:g}.")
+    if not verdict.same:
+        print(f"Within the tolerance of {tolerance:g}.")
+
+
+def fault(folder: Path, *, device: str | None = None, trust: bool = False) -> dict[str, guard.Part]:
+    """Make the step of a fault again, and show each loss with its gradient.
+
+    Args:
+        folder: `fault/` of a run folder.
+        device: another one than the config names.
+        trust: import code that the config names.
+    """
+    tensors, note, told = guard.dumped(folder)
+    config = _config(folder.resolve().parent, device, trust)
+    until = int(told["noticed"] if told["step"] is None else told["step"] + 1)
+    with torch.random.fork_rng(), deterministic(config.deterministic):
+        run = trainer.fresh(config.replace(compile=False))
+        run.restore(tensors, note)
+        before = guard.trace(run, until)
+        if before is None:
+            raise Different(
+                f"Steps {note['step']:,} to {until - 1:,} stay finite here; on the device of then "
+                f"they did not."
+            )
+        step, after = run.step - 1, guard.broken(run)
+        run.restore(before, {**note, "step": step})
+        parts = guard.probe(run)
+    print(f"Step {step:,} of {run.parts.title} goes wrong here too, from the state before it:\n")
+    print(_table(parts))
+    print(f"\nNot finite after it: {_few(after)}")
+    for side in ("labelled", "unlabelled"):
+        if side in told:
+            rows = ", ".join(map(str, told[side]))
+            print(f"\n{side.capitalize()} pictures, as rows of the training set: {rows}")
+    return parts
+
+
+def _table(parts: Mapping[str, guard.Part]) -> str:
+    """Each loss, the norm of its gradient, and where that is not finite."""
+    width = max(len("loss"), *map(len, parts))
+    lines = [f"{'loss':<{width}}  {'value':>10}  {'gradient':>10}  weights without a finite one"]
+    for name, part in parts.items():
+        numbers = f"{part.value:>10.4g}  {part.gradient:>10.4g}"
+        lines.append(f"{name:<{width}}  {numbers}  {_few(part.broken)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,123 @@
+"""calmatch.Classifier behaves as a scikit-learn estimator, on vectors and on pictures."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_digits, make_blobs
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import calmatch
+from calmatch import metrics
+from calmatch.estimator import as_bytes
+
+EXPECTED = {
+    "check_classifiers_classes": "it uses -1 as a class, which means unlabelled here, as in "
+    "sklearn.semi_supervised",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [calmatch.Classifier(steps=30)], expected_failed_checks=lambda estimator: EXPECTED
+)
+def test_scikit_learn_accepts_it(estimator, check):
+    check(estimator)
+
+
+@pytest.fixture
+def blobs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    x, truth = make_blobs(300, centers=3, n_features=5, cluster_std=2.0, random_state=0)
+    y = np.full(300, -1)
+    for k in range(3):
+        y[np.flatnonzero(truth == k)[:6]] = k
+    return x, y, truth
+
+
+def test_vectors_with_unlabelled_rows_names_pickle_and_clone(blobs):
+    x, y, truth = blobs
+    names = np.array(["ash", "birch", "cedar"], dtype=object)
+    texts = np.array([names[k] if k >= 0 else -1 for k in y], dtype=object)
+    made = calmatch.Classifier(steps=40, random_state=3).fit(x, texts)
+    assert made.classes_.tolist() == names.tolist()
+    probs = made.predict_proba(x)
+    assert probs.shape == (300, 3)
+    np.testing.assert_allclose(probs.sum(1), 1)
+    assert (made.predict(x) == names[truth]).mean() > 0.9
+    again = clone(made).fit(x, texts)
+    np.testing.assert_array_equal(again.predict_proba(x), probs)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(made)).predict_proba(x), probs)
+    assert len(made.judged_.labels) == 18
+
+
+def test_it_works_in_a_pipeline_and_in_cross_validation(blobs):
+    x, _, truth = blobs
+    chain = make_pipeline(StandardScaler(), calmatch.Classifier(steps=20))
+    assert cross_val_score(chain, x, truth, cv=2).mean() > 0.9
+
+
+@pytest.mark.slow
+def test_vectors_are_classified_about_as_well_as_by_scikit_learn_and_calibrated():
+    x, truth = load_digits(return_X_y=True)
+    y = np.full(len(truth), -1)
+    for k in range(10):
+        y[np.flatnonzero(truth == k)[:10]] = k
+    probs = calmatch.Classifier().fit(x, y).predict_proba(x[y < 0])
+    known = (
+        LogisticRegression(max_iter=1000).fit(x[y >= 0], y[y >= 0]).score(x[y < 0], truth[y < 0])
+    )
+    assert 1 - float(metrics.error(probs, truth[y < 0])) > known - 0.05
+    assert float(metrics.ece(probs, truth[y < 0])) < 0.1
+
+
+def test_mistakes_are_sentences(blobs):
+    x, y, _ = blobs
+    with pytest.raises(ValueError, match="No row has a label"):
+        calmatch.Classifier().fit(x, np.full(300, -1))
+    with pytest.raises(ValueError, match="one class"):
+        calmatch.Classifier().fit(x, np.where(y == 0, 0, -1))
+    with pytest.raises(ValueError, match="no method called 'freematsch'"):
+        calmatch.Classifier(method="freematsch").fit(x, y)
+    with pytest.raises(ValueError, match="Pictures are"):
+        calmatch.Classifier().fit(np.zeros((4, 8, 8, 5)), [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("shape", [(4, 9, 7), (4, 9, 7, 3), (4, 3, 9, 7)])
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_pictures_come_in_many_forms(shape, kind):
+    x = np.zeros(shape, kind)
+    x[0] = 255 if kind is np.uint8 else 1.0
+    found = as_bytes(x)
+    assert found.shape == (4, 9, 7, 3)
+    assert (found[0] == 255).all()
+    assert (found[1:] == 0).all()
+
+
+@pytest.mark.slow
+def test_pictures_are_learned_through_the_same_door_as_folders():
+    dataset = calmatch.data.build("synthetic(classes=2, per_class=40, size=16)")
+    x = dataset.images.permute(0, 2, 3, 1).numpy()
+    truth = dataset.labels.numpy()
+    y = np.full(len(truth), -1)
+    for k in range(2):
+        y[np.flatnonzero(truth == k)[:6]] = k
+    made = calmatch.Classifier(net="tiny", steps=40).fit(x, y)
+    assert made.score(x, truth) > 0.9
+    assert made.result_["judged_on"] == "crossfit"
+    np.testing.assert_allclose(made.predict_proba(x).sum(1), 1)
+    back = pickle.loads(pickle.dumps(made))
+    np.testing.assert_array_equal(back.predict_proba(x), made.predict_proba(x))
+    with pytest.raises(ValueError, match="Pictures were"):
+        made.predict(x[:, :8])

@@ -1,0 +1,387 @@
+"""`calmatch fit` as a person uses it: one line, an honest answer, and what goes wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from calmatch import data, fit, heads, judge, model, plan, trainer
+from calmatch.cli import main
+from calmatch.config import Config
+from calmatch.data import pictures
+from calmatch.setup import prepare
+from conftest import ALONE
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(ALONE, "CALMATCH_CACHE", str(tmp_path / "cache"))
+
+
+def blobs(folder: Path, each: int = 5, spare: int = 60, foreign: int = 0, classes: int = 3) -> Path:
+    """Class folders of coloured blobs, and others that belong to no class."""
+    made = data.build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
+    strange = data.build("synthetic(classes=5, per_class=40, size=16, noise=60, seed=9)")
+    for k in range(classes):
+        rows = (made.labels == k).nonzero()[:, 0]
+        for n, row in enumerate(rows[: each + spare // classes].tolist()):
+            place = folder / (f"kind {k}" if n < each else "unlabelled") / f"{k}-{n}.png"
+            save(made.images[row], place)
+    for n in range(foreign):
+        save(strange.images[n], folder / "unlabelled" / f"foreign-{n}.png")
+    return folder
+
+
+def save(image: torch.Tensor, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+
+
+def wish(root: Path, **changes: Any) -> plan.Wish:
+    settings: dict[str, Any] = {"net": "tiny", "steps": 20, "device": "cpu", "size": 16}
+    return plan.Wish(root, **settings | changes)
+
+
+def accuracy(folder: Path, classes: int = 3) -> float:
+    """On pictures the model has never met."""
+    made = data.build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
+    found = model.load(folder).probabilities(made.test_images).argmax(1)
+    return float((found == made.test_labels).double().mean())
+
+
+def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys):
+    root = blobs(tmp_path / "pics")
+    (root / "kind 0" / "broken.png").write_bytes(b"rubbish")
+    run = str(tmp_path / "run")
+    words = ["fit", str(root), "--out", run, "--net", "tiny", "--steps", "20", "--frozen"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    for line in ("1/6 reading pictures", "4/6 judging", "judged labels wrong", "the labels alone"):
+        assert line in said.err
+    for line in ("Of 100 new pictures", "95 % interval", "cannot promise", "calmatch predict"):
+        assert line in said.out
+    assert "broken.png" in said.out
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    arrays = {"predictions.npz", "unlabelled.npz", "examples.npz"}
+    papers = {"config.json", "environment.json", "split.json", "metrics.jsonl", "fit.json"}
+    assert files >= arrays | papers | {"model.safetensors", "model.json", "report.html"}
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["judged_on"] == "crossfit"
+    assert result["skipped"][0][0] == "kind 0/broken.png"
+    with np.load(tmp_path / "run" / "predictions.npz") as found:
+        assert len(found["files"]) == len(found["labels"]) == len(found["log_probs"]) == 15
+        named = [name.split("/")[0] for name in found["files"]]
+        assert named == [f"kind {label}" for label in found["labels"]]
+    assert main(words) == 0
+    assert "finished already" in capsys.readouterr().err
+    assert main([*words, "--seed", "1"]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert main(["predict", run, str(root), "-o", str(tmp_path / "out.csv")]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 75
+    assert main(["report", run]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nowhere"], "There is no folder"),
+        (["pics", "--minutes", "0"], "--minutes must be more than 0"),
+        (["pics", "--method", "freematsch"], "Did you mean 'freematch'"),
+        (["pics", "--labels", "no.csv"], "Cannot read"),
+        (["pics", "--out", "pics/run"], "lies among the pictures"),
+        (["pics", "--strict"], "cannot be decoded"),
+        (["pics", "--method", "simmatch", "--frozen"], "--no-frozen"),
+        (["pics", "--from", "pics"], "There is no model"),
+        (["pics", "--hold", "0"], "between 0 and 1"),
+        (["pics", "--hold", "0.1", "--frozen"], "of so few labels is none"),
+        (["pics", "--frozen", "--no-frozen"], "or neither"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, monkeypatch, capsys):
+    root = blobs(tmp_path / "pics", spare=6)
+    (root / "unlabelled" / "broken.png").write_bytes(b"rubbish")
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", *words, "--net", "tiny", "--steps", "2"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
+    root = blobs(tmp_path / "pics")
+    whole = fit.fit(wish(root), tmp_path / "whole", quiet=True)
+    calls: list[Path] = []
+    train = trainer.train
+
+    def stopping(config: Config, out: Path, *, quiet: bool) -> Any:
+        calls.append(out)
+        if len(calls) == 2:
+            raise trainer.Stopped(15)
+        return train(config, out, quiet=quiet)
+
+    monkeypatch.setattr(trainer, "train", stopping)
+    with pytest.raises(trainer.Stopped):
+        fit.fit(wish(root), tmp_path / "cut", quiet=True)
+    monkeypatch.setattr(trainer, "train", train)
+    done = fit.fit(wish(root), tmp_path / "cut", quiet=True)
+    assert done.result["metrics"] == whole.result["metrics"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_full_device_makes_the_batches_smaller(tmp_path, monkeypatch, capsys):
+    root = blobs(tmp_path / "pics", spare=12)
+    train = trainer.train
+
+    def full(config: Config, out: Path, *, quiet: bool) -> Any:
+        if config.batch > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return train(config, out, quiet=quiet)
+
+    monkeypatch.setattr(trainer, "train", full)
+    fit.fit(wish(root, steps=4, batch=8), tmp_path / "run")
+    assert "trying again with batches of 4" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "fit.json").read_text())["plan"]["batch"] == 4
+
+
+@pytest.mark.slow
+def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
+    clean = blobs(tmp_path / "clean", each=4, spare=120)
+    mixed = blobs(tmp_path / "mixed", each=4, spare=120, foreign=30)
+    right = [
+        accuracy(fit.fit(wish(root, steps=80), tmp_path / f"run-{root.name}", quiet=True).folder)
+        for root in (clean, mixed)
+    ]
+    assert right[0] > 0.85
+    assert right[1] > right[0] - 0.06
+
+
+@pytest.mark.slow
+def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "HOLD", 60)
+    root = blobs(tmp_path / "pics", each=110, spare=0)
+    run = fit.fit(wish(root, steps=80, hold=0.5), tmp_path / "run", quiet=True)
+    assert run.result["judged_on"] == "holdout"
+    assert run.result["pictures"]["test"] >= 100
+    promise = model.load(run.folder).selective
+    assert promise is not None
+    assert promise.threshold is not None
+
+
+@pytest.mark.slow
+def test_a_model_may_be_continued_with_a_new_class(tmp_path):
+    first = fit.fit(wish(blobs(tmp_path / "two", classes=2)), tmp_path / "first", quiet=True)
+    more = blobs(tmp_path / "three", classes=3)
+    again = fit.fit(wish(more, net=None, size=None, start=first.folder), tmp_path / "more")
+    assert model.load(again.folder).classes == ("kind 0", "kind 1", "kind 2")
+    assert "pretrained=" in again.config.net
+    with pytest.raises(ValueError, match="also knows 'kind 2'"):
+        fit.fit(wish(tmp_path / "two", net=None, start=again.folder), tmp_path / "less", quiet=True)
+
+
+@pytest.mark.slow
+def test_a_frozen_run_equals_its_joined_network(tmp_path):
+    """Head on stored features and network on pictures give the same probabilities."""
+    root = blobs(tmp_path / "pics", spare=30)
+    run = fit.fit(wish(root, frozen=True), tmp_path / "run", quiet=True)
+    frozen = heads.freeze(run.config, prepare(run.config), True)
+    parts = frozen.parts(frozen.base.split)
+    trainer.learn(run.config, parts)
+    images = frozen.base.batches.sources["u"].images[:20]
+    plain = frozen.store.plain(torch.tensor(frozen.base.split.unlabelled[:20]))
+    ours = parts.judged.eval()((plain - _mean(frozen)) / _std(frozen)).logits
+    theirs = model.load(run.folder).logits(images)
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
+
+
+def _mean(frozen: heads.Frozen) -> torch.Tensor:
+    return 255 * torch.tensor(frozen.statistics[0])[:, None, None]
+
+
+def _std(frozen: heads.Frozen) -> torch.Tensor:
+    return 255 * torch.tensor(frozen.statistics[1])[:, None, None]
+
+
+def test_features_are_computed_once(tmp_path, monkeypatch):
+    root = blobs(tmp_path / "pics", spare=12)
+    config = plan.head(wish(root), _plan(), False, "tiny", 16)
+    first = heads.freeze(config, prepare(config), True)
+    monkeypatch.setattr(heads, "_fill", lambda *_: pytest.fail("computed again"))
+    again = heads.freeze(config, prepare(config), True)
+    torch.testing.assert_close(again.store.features, first.store.features)
+    assert first.store.features.shape[1] == 5
+
+
+def _plan(**changes: Any) -> plan.Plan:
+    settings: dict[str, Any] = {
+        "net": "tiny",
+        "size": 16,
+        "imagenet": False,
+        "whole": False,
+        "views": 2,
+        "head_steps": 10,
+        "steps": 10,
+        "alone_steps": 10,
+        "batch": 8,
+        "ratio": 2,
+        "lr": 1e-3,
+        "ema": 0.9,
+        "weak": "crop(1)",
+        "strong": "crop(2)|cutout(0.5)",
+        "hold": 0.0,
+        "holdout": False,
+        "most": 0,
+    }
+    return plan.Plan(**settings | changes)
+
+
+def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
+    """Wrong labels must not be learned and then counted as right."""
+    root = blobs(tmp_path / "pics", each=8, spare=30)
+    config = plan.head(wish(root), _plan(head_steps=60), True, "tiny", 16)
+    frozen = heads.freeze(config, prepare(config), True)
+    shuffled = frozen.labels.clone()
+    known = (shuffled >= 0).nonzero()[:, 0]
+    shuffled[known] = shuffled[
+        known[torch.randperm(24, generator=torch.Generator().manual_seed(0))]
+    ]
+    frozen.labels = shuffled
+    split = frozen.base.split
+    found = judge.crossfit(frozen, config, split, set(split.labelled))
+    assert sorted(found.rows) == sorted(split.labelled)
+    assert (found.log_probs.argmax(1) != found.labels).double().mean() > 0.4
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (1, 2, 9), (2, 2), (30, 3, 1)])
+def test_folds_hold_every_label_once_but_the_only_ones(counts):
+    labels = [k for k, count in enumerate(counts) for _ in range(count)]
+    found = judge.folds(labels, 0)
+    places = sorted(place for fold in found for place in fold)
+    assert places == [k for k, label in enumerate(labels) if counts[label] > 1]
+    for fold in found:
+        left = [labels[k] for k in range(len(labels)) if k not in fold]
+        assert set(left) == set(labels)  # every class keeps a label to learn from
+
+
+def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeypatch):
+    def nothing(*_: object) -> None:
+        raise ValueError("The hub cannot be reached.")
+
+    monkeypatch.setattr(plan.nets, "build", nothing)
+    net, ready, notes = plan.network(wish(tmp_path, net=None), 200, torch.device("cpu"))
+    assert net.startswith("small")
+    assert not ready
+    assert "learns from scratch" in notes[0]
+    assert "The hub cannot be reached" in notes[0]
+
+
+def test_steps_follow_the_minutes_and_huge_folders_are_sampled(tmp_path, monkeypatch):
+    root = blobs(tmp_path / "pics", spare=30)
+    found = pictures.read(root)
+    images, found = pictures.decoded(found, 16)
+    monkeypatch.setattr(plan, "_head_times", lambda *_: (0.01, 0.02))
+    many = found._replace(labels=(*found.labels, *([-1] * 50_000)))
+    made = plan._of_head(wish(root, steps=None, minutes=10), _plan(), many, torch.zeros(50_045, 1))
+    assert made.most == 0.5 * 600 / 0.01 / 5 - 15
+    assert made.views == 2
+    assert "unlabelled pictures" in made.notes[-1]
+    quick = plan._of_head(wish(root, steps=None, minutes=1), _plan(), found, images)
+    assert quick.head_steps == 100
+    assert quick.views == 6
+
+
+def run_example(name: str, *words: str | Path, timeout: float = 900) -> str:
+    command = [sys.executable, EXAMPLES / name, *map(str, words)]
+    place = str(EXAMPLES) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ALONE | {"PYTHONPATH": place},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["research_run.py", "own_method.py"])
+def test_the_small_examples_run(tmp_path, name):
+    assert "ECE" in run_example(name, tmp_path / "runs", "--steps", "3")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_examples_are_short(path):
+    assert len(path.read_text().splitlines()) <= 80
+
+
+@pytest.mark.slow
+def test_the_tour_ends_with_few_errors(tmp_path):
+    said = run_example("own_pictures.py", tmp_path / "tour")
+    wrong = float(said.rpartition("In truth ")[2].partition("%")[0])
+    assert wrong < 20
+    assert (tmp_path / "tour" / "run" / "report.html").is_file()
+    assert (tmp_path / "tour" / "run" / "model.onnx").is_file()
+
+
+@pytest.mark.slow
+def test_the_tour_on_eurosat(tmp_path):
+    archive = Path(os.environ.get("CALMATCH_DATA", "/nowhere")) / "EuroSAT.zip"
+    if not archive.is_file():
+        pytest.skip("CALMATCH_DATA has no EuroSAT.zip")
+    said = run_example("own_pictures.py", tmp_path / "tour", "--eurosat", archive, "--minutes", "3")
+    assert float(said.rpartition("In truth ")[2].partition("%")[0]) < 30
+
+
+@pytest.mark.slow
+def test_a_fifth_of_foreign_pictures_does_not_ruin_eurosat(tmp_path):
+    """Digits among satellite pictures, against the same fit without them."""
+    archive = Path(os.environ.get("CALMATCH_DATA", "/nowhere")) / "EuroSAT.zip"
+    if not archive.is_file():
+        pytest.skip("CALMATCH_DATA has no EuroSAT.zip")
+    from sklearn.datasets import load_digits
+
+    truth: dict[str, str] = {}
+    with zipfile.ZipFile(archive) as file:
+        names = sorted(name for name in file.namelist() if name.endswith(".jpg"))
+        for k, name in enumerate(random.Random(3).sample(names, 1500)):
+            truth[f"{k}.jpg"] = Path(name).parent.name
+            for root in ("clean", "mixed"):
+                (tmp_path / root).mkdir(exist_ok=True)
+                (tmp_path / root / f"{k}.jpg").write_bytes(file.read(name))
+    for k, grey in enumerate(load_digits().images[:375]):
+        picture = Image.fromarray((grey * 15.9).astype(np.uint8)).resize((64, 64))
+        picture.save(tmp_path / "mixed" / f"foreign{k}.png")
+    table = tmp_path / "labels.csv"
+    chosen = [[f for f in truth if truth[f] == c][:4] for c in sorted(set(truth.values()))]
+    lines = [f"{f},{truth[f]}" for group in chosen for f in group]
+    table.write_text("\n".join(["file,label", *lines]) + "\n")
+    wrong = []
+    for root in ("clean", "mixed"):
+        asked = plan.Wish(tmp_path / root, table, minutes=3, device="cpu", steps=300)
+        run = fit.fit(asked, tmp_path / f"run-{root}", quiet=True)
+        found = pictures.Pictures(tmp_path / root, tuple(truth), (0,) * len(truth), ("a", "b"))
+        images, found = pictures.decoded(found, 64)
+        made = model.load(run.folder)
+        guesses = [made.classes[k] for k in made.logits(images).argmax(1).tolist()]
+        wrong.append(np.mean([truth[f] != g for f, g in zip(found.names, guesses, strict=True)]))
+    assert wrong[1] < wrong[0] + 0.05
