@@ -81,7 +81,7 @@ def local(
         while waiting or running:
             if time.monotonic() + took > end:
                 for job in waiting:
-                    board.move(job, "left", note="no time")
+                    board.move(job, "left")
                 waiting.clear()
             calls = len(asked) + (time.monotonic() > end)
             if calls > told:  # once: checkpoint and end; twice: end

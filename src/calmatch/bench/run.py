@@ -46,7 +46,12 @@ def run(options: BenchOptions) -> None:
         tell(f"{done} of {len(todo)} runs are finished already.", options.quiet)
     board = execute(options, todo)
     print(_counted(board))
-    sum_up(options, todo)
+    if board.counts()["left"]:
+        print(
+            f"Time is up; the same command goes on. Tables until then: calmatch table {options.out}"
+        )
+    else:
+        sum_up(options, todo)
     failures(board)
 
 
