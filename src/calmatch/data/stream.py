@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as Rows
 
-from calmatch.data.files import Files
+from calmatch.data.files import Files, Images, Kept
 
 Plan = Callable[[int], Tensor]  # the rows of chunk k
 
@@ -17,9 +17,7 @@ Plan = Callable[[int], Tensor]  # the rows of chunk k
 class Stream:
     """The same chunks as `Resident`, fetched ahead by worker processes."""
 
-    def __init__(
-        self, images: Tensor | Files, rows: Tensor, device: torch.device, workers: int
-    ) -> None:
+    def __init__(self, images: Images, rows: Tensor, device: torch.device, workers: int) -> None:
         self.fetch = _Fetch(images, rows)
         self.device, self.workers = device, workers
         self.plan: Plan = lambda number: torch.tensor([number])
@@ -79,13 +77,15 @@ class Stream:
 class _Fetch(Rows[Tensor | str]):
     """What a worker does: pictures by row, or the sentence that says why not."""
 
-    def __init__(self, images: Tensor | Files, rows: Tensor) -> None:
+    def __init__(self, images: Images, rows: Tensor) -> None:
         self.images, self.rows = images, rows
 
     def __getitem__(self, ids: Tensor) -> Tensor | str:
         chosen = self.rows[ids]
         if not isinstance(self.images, Files):
-            return self.images[chosen]
+            return (
+                self.images.take(chosen) if isinstance(self.images, Kept) else self.images[chosen]
+            )
         try:
             return self.images.take(chosen.tolist())
         except ValueError as error:  # raised here it would arrive as a worker's traceback
