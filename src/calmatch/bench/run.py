@@ -13,9 +13,9 @@ from calmatch.bench.board import Board, clock
 from calmatch.bench.job import Job
 from calmatch.bench.suites import Cell, cells
 from calmatch.config import Config
+from calmatch.edge import Stopped, signals
 from calmatch.log import tell
 from calmatch.options import BenchOptions
-from calmatch.trainer import Stopped
 
 SHOWN = 8  # failed runs whose last lines are printed
 
@@ -141,7 +141,7 @@ def _estimate(ahead: Sequence[Job], every: Sequence[Job], options: BenchOptions)
 
 def execute(options: BenchOptions, todo: Sequence[Job]) -> Board:
     """Run what is not finished on the engine asked for."""
-    with engines.signals() as asked, Board(options.suite, todo, options.quiet) as board:
+    with signals(collect=True) as asked, Board(options.suite, todo, options.quiet) as board:
         if options.engine == "ray":
             from calmatch.bench import ray_engine
 
