@@ -34,8 +34,8 @@ class Resident:
         yield from self.images.split(size)
 
     def unchanged(self, size: int) -> Iterator[Tensor]:
-        """All pictures in order, as views take them; features (`heads.Rows`) stay rows."""
-        yield from self.images.split(size)
+        """All pictures in order, as views take them."""
+        yield from self.batches(size)
 
     def some(self, rows: Tensor) -> Resident:
         """Only these rows."""
