@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo tour test test-slow test-browser test-ray lint format docs bench readme screenshots vendor update clean
+.PHONY: help demo tour test test-slow test-browser test-ray test-faults faults fuzz test-floor audit lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -35,6 +35,24 @@ test-browser: $(READY)  ## the report page in a real Chromium (installed by apt 
 test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -m ray
+
+test-faults: $(READY)  ## a dozen real processes hit at random moments, a minute
+	$(BIN)/python -m pytest -m faults
+
+faults: $(READY)  ## the same 500 times, about an hour; HITS and SEED change it
+	$(BIN)/python tests/faults/run.py --hits $(or $(HITS),500) $(if $(SEED),--seed $(SEED))
+
+fuzz: $(READY)  ## 100,000 mutated inputs into everything that reads a stranger's file
+	$(BIN)/python tools/fuzz.py --inputs $(or $(INPUTS),100000)
+
+test-floor:  ## the fast tests with the lowest versions that pyproject.toml admits, in .venv-floor
+	$(PYTHON) -m venv .venv-floor
+	$(PYTHON) tools/floors.py > .venv-floor/floors.txt
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floors.txt -e '.[dev]'
+	.venv-floor/bin/python -m pytest -n 2
+
+audit: $(READY)  ## known vulnerabilities of what is installed, where their list can be had
+	$(BIN)/python tools/audit.py
 
 lint: $(READY)  ## style and types
 	$(BIN)/ruff format --check .

@@ -65,8 +65,10 @@ def test_a_run_that_another_process_holds_is_waited_for_and_kept(tiny, tmp_path,
         waited.append(board.items[job].state)
         if len(waited) == 2:
             (job.folder / "config.json").write_text(json.dumps(job.config.dump()))
-            metrics = {key: {"value": 0.5} for key in ("error", "ece")}
-            (job.folder / "result.json").write_text(json.dumps({"metrics": metrics}))
+            half = {"value": 0.5, "low": 0.4, "high": 0.6}
+            metrics = dict.fromkeys(("error", "ece"), half)
+            result = {"title": "held", "classes": ["a", "b"], "metrics": metrics}
+            (job.folder / "result.json").write_text(json.dumps(result))
             lock.__exit__(None, None, None)
 
     monkeypatch.setattr(board, "tick", finish_elsewhere)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_a_run_that_went_back_and_was_stopped_anywhere_ends_the_same(
         if left[0] == 0 and stop == "kill":
             raise KeyboardInterrupt
         if left[0] == 0:
-            trainer.signal.raise_signal(trainer.signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(trainer.Training, "advance", stumbling)
     for after in range(6, 40):  # enough to pass the next checkpoint, then later and later

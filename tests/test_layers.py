@@ -13,7 +13,7 @@ import calmatch
 
 ROOT = Path(calmatch.__file__).parent
 LAYERS = [
-    {"core", "ops", "parallel", "spec", "memory"},
+    {"core", "ops", "parallel", "spec", "memory", "edge"},
     {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
     {"data", "setup"},
     {
@@ -30,6 +30,7 @@ LAYERS = [
         "checkpoint",
         "log",
         "results",
+        "runfiles",
         "model",
         "modelfile",
         "heads",
@@ -39,7 +40,6 @@ LAYERS = [
         "recipes",
         "bench",
         "cli",
-        "edge",
         "options",
         "api",
         "demo",

@@ -214,7 +214,16 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path):
     paths[0].write_bytes(b"")
     found, complaints = checkpoint.newest(tmp_path)
     assert found is None
-    assert len(complaints) == 2
+    assert len(complaints) == 1
+    assert {path.suffix for path in tmp_path.iterdir()} == {".damaged"}  # out of the way
+
+
+def test_damaged_checkpoints_never_push_out_a_whole_one(tmp_path):
+    for step in (8, 9):
+        (tmp_path / f"{step:09d}.safetensors").write_bytes(b"damaged")
+    assert checkpoint.newest(tmp_path)[0] is None
+    checkpoint.save(tmp_path, 3, {"a": torch.ones(1)}, {})
+    assert checkpoint.newest(tmp_path)[0][1]["step"] == 3
 
 
 def test_a_checkpoint_is_a_safetensors_file_that_the_library_reads(tmp_path):

@@ -52,7 +52,7 @@ def rows(
     if mine:
         _reachable(address)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            start(ray, address, logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
     try:
@@ -60,6 +60,12 @@ def rows(
     finally:
         if mine:
             ray.shutdown()
+
+
+def start(ray: Any, address: str | None, level: Any) -> None:
+    """Join a cluster, or start one that only this machine can reach, without a dashboard."""
+    own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    ray.init(address=address, log_to_driver=False, logging_level=level, **own)
 
 
 def _imported() -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import math
 import re
 import typing
 from dataclasses import dataclass
@@ -191,20 +191,26 @@ LEAST = {
     "chunk": 1,
     "eval_batch": 1,
 }
+MOST = 1e300  # beyond it arithmetic overflows
 SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
 
 
 def check(config: Config) -> None:
     """Raise a ValueError for values that cannot be meant."""
-    hints = typing.get_type_hints(Config)
+    hints = _hints()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if not spec.fits(value, hints[field.name]):
             raise ValueError(
                 f"{field.name} cannot be {value!r}; it takes {spec.kind(hints[field.name])}."
             )
-        if isinstance(value, int | float) and not math.isfinite(value):
-            raise ValueError(f"{field.name} must be a finite number, not {value}.")
+        if isinstance(value, int | float) and not abs(value) <= MOST:
+            raise ValueError(f"{field.name} must be a finite number, not {str(value)[:40]}.")
         least = LEAST.get(field.name, 0)
         if isinstance(value, int | float) and value < least:
             raise ValueError(f"{field.name} must be at least {least}, not {value}.")

@@ -6,14 +6,13 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from calmatch import metrics
+from calmatch import metrics, runfiles
 from calmatch.augment.basic import normalise
 from calmatch.core import Method
 from calmatch.data.resident import Source
@@ -102,15 +101,13 @@ def load(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _load_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
-    except (OSError, ValueError, EOFError, BadZipFile, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is not a .npz file of plain arrays.") from error
+    arrays = runfiles.read_arrays(path)
     if "labels" not in arrays or not {"probs", "log_probs"} & set(arrays):
         raise ValueError(f"{path} must hold `labels` and `probs` (or `log_probs`).")
     if "probs" in arrays:
         return arrays["probs"], arrays["labels"]
+    if arrays["log_probs"].dtype.kind != "f" or arrays["log_probs"].ndim != 2:
+        raise ValueError(f"{path}: log_probs must be numbers [N, C].")
     return np.asarray(probabilities(torch.from_numpy(arrays["log_probs"]))), arrays["labels"]
 
 
@@ -126,9 +123,9 @@ def _load_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     probs, labels = [], []
     for number, row in enumerate(rows[1:], start=2):
         try:
-            labels.append(int(row[place]))
+            labels.append(int(np.int64(row[place])))
             probs.append([float(cell) for k, cell in enumerate(row) if k != place])
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, OverflowError) as error:
             raise ValueError(
                 f"{path}, row {number}: expected numbers under every column."
             ) from error

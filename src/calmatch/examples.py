@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from calmatch import checkpoint, ops
+from calmatch import checkpoint, ops, runfiles
 
 FILE = "examples.npz"
 SIDE = 64  # pixels of a thumbnail's longer side
@@ -84,8 +84,9 @@ def load(folder: Path) -> Examples | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    with np.load(path, allow_pickle=False) as found:
-        held = {name: found[name] for name in found.files}
+    held = runfiles.read_arrays(path)
+    if not _whole(held):
+        raise ValueError(f"{path} does not hold pictures with their rows; remove it.")
     none = np.zeros((0, 3, 1, 1), dtype=np.uint8)
     looked, whole = held.get("asked_of", (0, 0))
     return Examples(
@@ -97,6 +98,38 @@ def load(folder: Path) -> Examples | None:
         [str(file) for file in held.get("asked_files", ())],
         int(looked),
         int(whole),
+    )
+
+
+def _whole(held: Mapping[str, Any]) -> bool:
+    """Whether arrays from a file have the types and shapes that `write` gives them."""
+    if not {"rows", "pictures"} <= held.keys():
+        return False
+    parts = [(held["rows"], held["pictures"])]
+    if "asked_rows" in held:
+        if not {"asked_pictures", "asked_log_probs", "asked_of"} <= held.keys():
+            return False
+        parts.append((held["asked_rows"], held["asked_pictures"]))
+        number = len(held["asked_rows"]) if held["asked_rows"].ndim else -1
+        probs, counts, files = held["asked_log_probs"], held["asked_of"], held.get("asked_files")
+        if (probs.ndim, probs.dtype.kind, probs.shape[:1]) != (2, "f", (number,)):
+            return False
+        if counts.shape != (2,) or counts.dtype.kind != "i" or not (counts >= 0).all():
+            return False
+        if files is not None and (files.shape != (number,) or files.dtype.kind != "U"):
+            return False
+    elif any(name.startswith("asked") for name in held):
+        return False
+    return all(
+        rows.ndim == 1
+        and rows.dtype.kind == "i"
+        and bool((rows >= 0).all())
+        and pictures.dtype == np.uint8
+        and pictures.ndim == 4
+        and pictures.shape[:2] == (len(rows), 3)
+        and (len(rows) == 0 or min(pictures.shape) > 0)
+        and max(pictures.shape[2:]) <= SIDE
+        for rows, pictures in parts
     )
 
 

@@ -22,6 +22,7 @@ from calmatch.modelfile import read_note
 from calmatch.nets.pretrained import state_of
 from calmatch.outcome import Candidate
 from calmatch.plan import Plan, Wish
+from calmatch.report.build import build
 from calmatch.results import Run, load
 from calmatch.setup import prepare
 from calmatch.words import opening, told_so_far
@@ -51,7 +52,10 @@ def fit(wish: Wish, out: Path | str | None = None, *, quiet: bool = False) -> Ru
     before = _before(folder, wish)
     if before and outcome.finished(folder):
         log.tell(f"{folder} is finished already.", quiet)
-        return load(folder)
+        run = load(folder)
+        if not (folder / "report.html").exists():  # a kill after the result, before the page
+            build([run], folder / "report.html")
+        return run
     with checkpoint.lock(folder / "work"):  # the trainer locks the folder itself
         return _fit(wish, folder, before, quiet)
 

@@ -35,13 +35,39 @@ VIEWS = ("weak", "strong")
 
 
 class Store(NamedTuple):
-    """Features [N, 1 + 2 V, D] of each picture: as it is, V weak views, V strong ones."""
+    """Features [N, 1 + 2 V, D] of each picture: as it is, V weak views, V strong ones.
 
-    features: Tensor
+    Beside a CPU the blocks are memory maps: the system reads what is needed and holds no more.
+    """
+
+    blocks: Sequence[Tensor]  # equally many rows in each, fewer in the last
     views: int
 
+    @property
+    def width(self) -> int:
+        return self.blocks[0].shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks[0].device
+
+    def __len__(self) -> int:
+        return sum(len(block) for block in self.blocks)
+
     def plain(self, rows: Tensor) -> Tensor:
-        return _pixel(self.features[rows, 0])
+        return self.take(rows, torch.zeros_like(rows))
+
+    def take(self, rows: Tensor, places: Tensor) -> Tensor:
+        """One of its views of each row, as a picture of one pixel."""
+        if len(self.blocks) == 1:
+            return _pixel(self.blocks[0][rows, places])
+        number = rows // len(self.blocks[0])
+        order, counts = number.argsort(), number.bincount(minlength=len(self.blocks))
+        found = torch.empty(len(rows), self.width, dtype=self.blocks[0].dtype)
+        for block, some in zip(self.blocks, order.split(counts.tolist()), strict=True):
+            if len(some):
+                found[some] = block[rows[some] % len(self.blocks[0]), places[some]]
+        return _pixel(found)
 
     def view(self, name: str) -> Transform:
         """What draws one stored view of each row."""
@@ -51,7 +77,7 @@ class Store(NamedTuple):
             which = torch.randint(
                 self.views, (len(rows),), generator=generator, device=generator.device
             )
-            return _pixel(self.features[rows, start + which])
+            return self.take(rows, start + which)
 
         return transform
 
@@ -64,7 +90,7 @@ class Rows(Resident):
     """Some rows of a store, as a source of pictures."""
 
     def __init__(self, store: Store, rows: Tensor, pictures: Source | None = None) -> None:
-        super().__init__(rows, store.features.device)
+        super().__init__(rows, store.device)
         self.store = store
         self.pictures = pictures  # what a person sees
 
@@ -77,6 +103,10 @@ class Rows(Resident):
         """Features of the pictures as they are, in order."""
         for rows in self.images.split(size):
             yield self.store.plain(rows)
+
+    def unchanged(self, size: int) -> Iterator[Tensor]:
+        """Row numbers in order: the views of features are stored too."""
+        yield from self.images.split(size)
 
 
 class Head(nn.Module):
@@ -108,7 +138,7 @@ class Frozen:
         """The parts of a run on these rows; a ValueError if the method cannot do without pixels."""
         config, base = config or self.config, self.base
         device, classes = base.device, len(base.classes)
-        features = self.store.features.shape[-1]
+        features = self.store.width
         rows = {name: torch.tensor(ids) for name, ids in split._asdict().items()}
         own = self.labels[rows["labelled"]]
         task = Task(
@@ -165,7 +195,7 @@ class Frozen:
     def joined(self, parts: Parts) -> tuple[nets.Net, Statistics]:
         """The whole network with a trained head, and the statistics of its pictures."""
         net = copy.deepcopy(self.base.net)
-        last = nets.classifier(net.body, self.store.features.shape[-1], len(self.base.classes))
+        last = nets.classifier(net.body, self.store.width, len(self.base.classes))
         head = parts.judged.body
         assert isinstance(head, Head)
         mean, std = (255 * torch.tensor(v, dtype=torch.float64) for v in self.statistics)
@@ -190,21 +220,19 @@ def freeze(config: Config, parts: Parts, quiet: bool = False, kept: bool = True)
     make = functools.partial(_features, parts, config, kept=kept)
     total = len(dataset.labels) * (1 + 2 * config.frozen) + len(dataset.test_labels)
     with log.Bar("features", total, 0, quiet, unit="views") as bar:
-        features = make(dataset.images, config.frozen, bar)
+        store = make(dataset.images, config.frozen, bar)
         tested = make(dataset.test_images, 0, bar)
-    some = features[:: max(1, len(features) // 5000), 0].double()
+    total = len(dataset.labels)
+    some = store.plain(torch.arange(0, total, max(1, total // 5000)))[:, :, 0, 0].cpu().double()
     mean, std = some.mean(0), some.std(0).clamp_min(1e-3)
     statistics = ((mean / 255).tolist(), (std / 255).tolist())
-    store = Store(features.to(parts.device), config.frozen)
-    return Frozen(
-        config, parts, store, dataset.labels, Store(tested.to(parts.device), 0), statistics
-    )
+    return Frozen(config, parts, store, dataset.labels, tested, statistics)
 
 
 def _features(
-    parts: Parts, config: Config, images: Tensor | files.Files, views: int, bar: log.Bar, kept: bool
-) -> Tensor:
-    """float16 [N, 1 + 2 V, D]."""
+    parts: Parts, config: Config, images: files.Images, views: int, bar: log.Bar, kept: bool
+) -> Store:
+    """All in float16."""
     net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
     width = nets.feature_size(net, parts.size)
     key = _key(net, images, config, views) if kept else ""
@@ -214,15 +242,19 @@ def _features(
         shape, before = (len(rows), 1 + 2 * views, width), bar.done
         fill = functools.partial(_fill, net, parts, config, taken(images, rows), number, bar)
         if kept:
-            # a copy, because a memory map would be read from disk at every step
-            block = cache.array(f"features-{key}-{number}", shape, fill, np.float16).clone()
+            block = cache.array(f"features-{key}-{number}", shape, fill, np.float16)
         else:
             array = np.zeros(shape, np.float16)
             fill(array)
             block = torch.from_numpy(array)
         bar.advance(before + len(rows) * shape[1] - bar.done)  # what was in the cache
         blocks.append(block)
-    return torch.cat(blocks)
+    if parts.device.type == "cpu":
+        return Store(blocks, views)
+    whole = torch.empty(len(images), *blocks[0].shape[1:], dtype=torch.float16, device=parts.device)
+    for into, block in zip(whole.split(BLOCK), blocks, strict=True):
+        into.copy_(block)
+    return Store([whole], views)
 
 
 @torch.inference_mode()
@@ -253,7 +285,7 @@ def _fill(
             bar.advance(len(images))
 
 
-def _key(net: nn.Module, images: Tensor | files.Files, config: Config, views: int) -> str:
+def _key(net: nn.Module, images: files.Images, config: Config, views: int) -> str:
     """Everything that features depend on."""
     facts: Mapping[str, object] = {
         "weights": checkpoint.digest({k: v.cpu() for k, v in net.state_dict().items()}),
@@ -268,8 +300,8 @@ def _key(net: nn.Module, images: Tensor | files.Files, config: Config, views: in
         total.update(files.stamp(images).encode())
     else:
         total.update(str(tuple(images.shape)).encode())
-        for block in images.split(4096):
-            total.update(block.contiguous().numpy().data)
+        for rows in torch.arange(len(images)).split(4096):
+            total.update(taken(images, rows).contiguous().numpy().data)
     return total.hexdigest()
 
 

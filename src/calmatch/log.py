@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +59,38 @@ def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
+LINES = ("metrics.jsonl", "times.jsonl")
+
+
+def _append(file: FileIO, line: Mapping[str, Any]) -> None:
+    """A whole line or, on a full disk, none of it."""
+    data = json.dumps(line).encode() + b"\n"
+    before = os.fstat(file.fileno()).st_size
+    try:
+        while data:
+            data = data[file.write(data) or 0 :]
+    except OSError:
+        file.truncate(before)
+        raise
+
+
 class Lines:
     """metrics.jsonl, a pure function of the config, and times.jsonl beside it."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         """Continue after the first `keep` bytes; what a killed process wrote later is redone."""
         first = parallel.rank() == 0  # other ranks write into nothing
-        self.file = (folder / "metrics.jsonl" if first else Path(os.devnull)).open("ab")
+        paths = [folder / name if first else Path(os.devnull) for name in LINES]
+        self.file, self.times = (path.open("ab", buffering=0) for path in paths)
         if first:
             self.file.truncate(keep)
-        self.times = (folder / "times.jsonl" if first else Path(os.devnull)).open("a")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(line).encode() + b"\n")
-        self.times.write(json.dumps({"step": line["step"], "unix": round(time.time(), 3)}) + "\n")
-        self.times.flush()
+        _append(self.file, line)
+        _append(self.times, {"step": line["step"], "unix": round(time.time(), 3)})
 
     def size(self) -> int:
         """Bytes written, on disk for certain."""
-        self.file.flush()
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 

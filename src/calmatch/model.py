@@ -108,6 +108,7 @@ def load(folder: Path | str, *, device: str | torch.device = "cpu", trust: bool 
         trust: import a network or method that model.json names by a dotted name.
     """
     folder = Path(folder)
+    checkpoint.no_links(folder)
     note = read_note(folder / "model.json")
     classes = tuple(note["classes"])
     network = read_network(folder / "model.safetensors", note, trust)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calmatch import checkpoint, examples, judge, model
 from calmatch.config import Config
-from calmatch.data.files import Files
+from calmatch.data.files import Images
 from calmatch.data.pictures import Pictures
 from calmatch.data.resident import taken
 from calmatch.plan import Plan, Wish
@@ -41,7 +41,7 @@ def write(
     plan: Plan,
     folder: Path,
     found: Pictures,
-    images: Tensor | Files,
+    images: Images,
     best: Candidate,
     tried: list[Candidate],
     quiet: bool,
@@ -86,7 +86,7 @@ def _pack(path: Path, **arrays: Any) -> None:
 
 
 def _unlabelled(
-    folder: Path, images: Tensor | Files, found: Pictures, spare: Tensor, seed: int
+    folder: Path, images: Images, found: Pictures, spare: Tensor, seed: int
 ) -> examples.Seen | None:
     """Calibrated predictions of unlabelled pictures (a sample of many), kept with their names."""
     if not len(spare):

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from calmatch import heads, methods, nets, spec, trainer
 from calmatch.config import Config, check
 from calmatch.core import Method
-from calmatch.data.files import Files
+from calmatch.data.files import Images
 from calmatch.data.pictures import Pictures
 from calmatch.data.resident import taken
 from calmatch.data.split import FOLDS
@@ -157,7 +156,7 @@ def head(wish: Wish, plan: Plan, alone: bool, net: str, features: int) -> Config
     )
 
 
-def choose(wish: Wish, found: Pictures, images: Tensor | Files, side: int, size: int) -> Plan:
+def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) -> Plan:
     """Look at the pictures, measure a few steps, decide.
 
     Args:
@@ -231,7 +230,7 @@ def network(wish: Wish, side: int, device: torch.device) -> tuple[str, bool, lis
     )
 
 
-def grey(images: Tensor | Files) -> bool:
+def grey(images: Images) -> bool:
     """Whether the pictures have no colour: scans, digits, X-rays."""
     step = max(1, len(images) // 200)
     some = taken(images, torch.arange(0, len(images), step)).int()
@@ -255,7 +254,7 @@ def views(wish: Wish, size: int, colourless: bool) -> tuple[str, str, list[str]]
     return weak, strong, notes
 
 
-def _of_head(wish: Wish, plan: Plan, found: Pictures, images: Tensor | Files) -> Plan:
+def _of_head(wish: Wish, plan: Plan, found: Pictures, images: Images) -> Plan:
     """Views and steps of a frozen network that the minutes allow: half for the features."""
     seconds = 60 * wish.minutes
     view, step = _head_times(wish, plan, images)
@@ -279,13 +278,13 @@ def _of_head(wish: Wish, plan: Plan, found: Pictures, images: Tensor | Files) ->
     )
 
 
-def _head_times(wish: Wish, plan: Plan, images: Tensor | Files) -> tuple[float, float]:
+def _head_times(wish: Wish, plan: Plan, images: Images) -> tuple[float, float]:
     """Seconds of one view of one picture, and of one step of a head, measured."""
     settings = head(wish, plan, False, plan.net, 1280)
     parts = prepare(settings)
     view = heads.timed(settings, parts, taken(images, torch.arange(min(64, len(images)))))
     width = nets.feature_size(parts.net.body, plan.size)
-    store = heads.Store(torch.randn(512, 5, width).half().to(parts.device), 2)
+    store = heads.Store([torch.randn(512, 5, width).half().to(parts.device)], 2)
     rows = list(range(min(64, len(parts.split.labelled))))
     labels = torch.full((512,), -1)
     labels[rows] = torch.tensor(rows) % len(parts.classes)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from calmatch import checkpoint, evaluate, examples, log, parallel, scaled, spec, views
+from calmatch import checkpoint, evaluate, examples, log, parallel, runfiles, scaled, spec, views
+from calmatch import config as configs
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
 from calmatch.environment import environment
@@ -34,6 +35,7 @@ FREE = (
     "workers",
     "on_nan",
 )  # may change when a run is continued
+RESAMPLES = 500  # of the bootstrap behind every interval
 OFTEN = 20  # evaluations in a run from which compiling them pays
 
 
@@ -57,13 +59,14 @@ class Run(NamedTuple):
 
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind."""
-        with (self.folder / "metrics.jsonl").open() as file:
-            return [line for line in map(json.loads, file) if line["kind"] == kind]
+        lines = runfiles.read_lines(self.folder / "metrics.jsonl")
+        return [line for line in lines if line["kind"] == kind]
 
     def predictions(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N, C] and labels [N] of the test set."""
-        with np.load(self.folder / "predictions.npz", allow_pickle=False) as found:
-            return torch.from_numpy(found["log_probs"]), torch.from_numpy(found["labels"])
+        path = self.folder / "predictions.npz"
+        found = runfiles.read_predictions(path, len(self.result["classes"]))
+        return torch.from_numpy(found["log_probs"]), torch.from_numpy(found["labels"])
 
 
 def name(config: Config) -> str:
@@ -84,14 +87,12 @@ def held(folder: Path) -> Iterator[None]:
 
 def load(folder: Path) -> Run:
     """A finished run from its folder."""
-    try:
-        config = Config().replace(**json.loads((folder / "config.json").read_text("utf-8")))
-        result = json.loads((folder / "result.json").read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder} is not the folder of a finished run.") from error
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder} cannot be read as a run folder: {error}") from error
-    return Run(folder, config, result)
+    checkpoint.no_links(folder)
+    if not all((folder / name).is_file() for name in ("config.json", "result.json")):
+        raise ValueError(f"{folder} is not the folder of a finished run.")
+    config = Config().replace(**runfiles.read_json(folder / "config.json"))
+    configs.check(config)
+    return Run(folder, config, runfiles.read_result(folder / "result.json"))
 
 
 def finished(folder: Path, config: Config) -> Run | None:
@@ -100,8 +101,8 @@ def finished(folder: Path, config: Config) -> Run | None:
     if not path.exists():
         return None
     try:  # a field that is younger than the run had its default
-        before = Config().dump() | json.loads(path.read_text("utf-8"))
-    except (ValueError, TypeError) as error:
+        before = Config().dump() | runfiles.read_json(path)
+    except ValueError as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     other = [k for k, v in config.dump().items() if before.get(k) != v and k not in FREE]
     if other:
@@ -227,13 +228,11 @@ def _result(
 ) -> dict[str, Any]:
     gaps = evaluate.gap(log_probs.double())
     spread = 1.96 * float(gaps.std()) / len(gaps) ** 0.5
-    measured = {
-        k: v._asdict() for k, v in evaluate.measure(log_probs, labels, resamples=500).items()
-    }
+    found = evaluate.measure(log_probs, labels, resamples=RESAMPLES)
+    measured = {name: item._asdict() for name, item in found.items()}
     mean = float(gaps.mean())
     measured["gap"] = {"value": mean, "low": mean - spread, "high": mean + spread}
-    with (folder / "metrics.jsonl").open() as file:
-        lines = [json.loads(line) for line in file]
+    lines = runfiles.read_lines(folder / "metrics.jsonl")
     last = [line for line in lines if line["kind"] == "train"][-1]
     if last.get("agree") is not None:
         measured["agree"] = _agreement(last, config, parts)

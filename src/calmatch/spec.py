@@ -192,6 +192,8 @@ def kind(hint: Any) -> str:
 
 
 def fits(value: Any, hint: Any) -> bool:
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # no tensor holds it
+        return False
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in typing.get_args(hint))

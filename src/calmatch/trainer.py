@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,18 +15,11 @@ from calmatch import checkpoint, guard, log, optim, parallel, results
 from calmatch import config as configs
 from calmatch.capture import Captured
 from calmatch.config import Config
+from calmatch.edge import Asked, Stopped, signals
 from calmatch.environment import deterministic
 from calmatch.heads import freeze
 from calmatch.setup import Parts, pick_device, prepare
 from calmatch.step import Training
-
-
-class Stopped(Exception):
-    """A signal asked the run to end; its checkpoint is written."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"Stopped by signal {number}; the same command continues.")
-        self.exit_code = 128 + number
 
 
 def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> results.Run:
@@ -70,7 +60,7 @@ def first(config: Config, folder: Path, steps: int, *, quiet: bool = False) -> N
 
 
 @contextmanager
-def _working(config: Config, folders: Sequence[Path]) -> Iterator[list[int]]:
+def _working(config: Config, folders: Sequence[Path]) -> Iterator[Asked]:
     """What holds while runs train; the signals that come meanwhile."""
     with ExitStack() as stack:
         stack.enter_context(deterministic(config.deterministic))
@@ -78,11 +68,11 @@ def _working(config: Config, folders: Sequence[Path]) -> Iterator[list[int]]:
         for folder in folders:
             stack.enter_context(results.held(folder))
         stack.enter_context(torch.random.fork_rng())
-        yield stack.enter_context(_signals())
+        yield stack.enter_context(signals())
 
 
 def _train(
-    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None = None
+    left: Sequence[tuple[Config, Path]], quiet: bool, asked: Asked, until: int | None = None
 ) -> None:
     """To the end; where numbers stop being finite, back to a checkpoint, or out with a sentence."""
     while fault := _attempt(left, quiet, asked, until):
@@ -90,7 +80,7 @@ def _train(
 
 
 def _attempt(
-    left: Sequence[tuple[Config, Path]], quiet: bool, asked: list[int], until: int | None
+    left: Sequence[tuple[Config, Path]], quiet: bool, asked: Asked, until: int | None
 ) -> guard.Fault | None:
     """Train from the newest checkpoints on, to the end or to a step in between."""
     runs = [_begin(config, folder, quiet) for config, folder in left]
@@ -100,6 +90,7 @@ def _attempt(
     advance = _engine(runs, quiet)
     title = parts.title + (f" x {len(runs)}" if len(runs) > 1 else "")
     with ExitStack() as stack:
+        stack.enter_context(asked.patience())
         lines = [stack.enter_context(log.Lines(*each)) for each in zip(folders, kept, strict=True)]
         writers = [
             stack.enter_context(checkpoint.Writer(f / "checkpoint", config.saves)) for f in folders
@@ -122,14 +113,12 @@ def _attempt(
                     _evaluate(run, book, bar)
                 if saves:
                     _save(run, writer, book)
-            if stop and step < config.steps:
+            if stop:
                 raise Stopped(asked[0])
     if until is not None:
         return None
     for run, folder in zip(runs, folders, strict=True):
         results.finish(folder, run.config, run.parts, run.best, run.best_step, quiet)
-    if asked:
-        raise Stopped(asked[0])
     return None
 
 
@@ -144,20 +133,22 @@ def _begin(config: Config, folder: Path, quiet: bool) -> Training:
 def _resume(runs: Sequence[Training], folders: Sequence[Path], quiet: bool) -> list[int]:
     """Take up checkpoints of the same step; how much of each metrics.jsonl they cover."""
     limit = None
+    said: list[str] = []
     while True:
         read = [checkpoint.newest(folder / "checkpoint", limit) for folder in folders]
+        said += [line for _, complaints in read for line in complaints]
         steps = [int(found[1]["step"]) if found else 0 for found, _ in read]
         if len(set(steps)) == 1:
             break
         limit = min(steps)  # a kill between two saves: the slower one decides
     kept = []
-    for run, folder, (found, complaints) in zip(runs, folders, read, strict=True):
+    for line in said:
+        log.tell(line)  # also when quiet: something was lost
+    for run, folder, (found, _) in zip(runs, folders, read, strict=True):
         if found:
             run.restore(*found)
-            complaints.append(f"Continuing {folder} at step {run.step:,}.")
+            log.tell(f"Continuing {folder} at step {run.step:,}.", quiet)
         kept.append(int(found[1]["lines"]) if found else 0)
-        for line in complaints:
-            log.tell(line, quiet)
     return kept
 
 
@@ -231,27 +222,6 @@ def _save(run: Training, writer: checkpoint.Writer, lines: log.Lines) -> None:
         note |= {"best": run.best_value, "best_step": run.best_step}
         note["rollbacks"] = run.rollbacks
         writer.save(run.step, run.tensors(), note)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, to be answered between steps; a second one ends at once."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise Stopped(number)
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def learn(config: Config, parts: Parts, seen: Callable[[int], object] = bool) -> Training:

@@ -34,7 +34,7 @@ def given(config: Config, features: Tensor, labels: Tensor, classes: int, views:
                 others = view[torch.randperm(len(x), generator=chance)]
                 view = torch.where(torch.rand(x.shape, generator=chance) < 0.2, others, view)
             made.append(view)
-    store = Store(torch.stack(made, 1), views)
+    store = Store([torch.stack(made, 1)], views)
     rows = Split((labels >= 0).nonzero()[:, 0].tolist(), list(range(len(x))), [])
     width = x.shape[1]
     task = Task(classes, len(rows.labelled), len(x), width, config.steps, (1,) * classes)

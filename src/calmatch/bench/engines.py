@@ -7,9 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from calmatch.bench import job as jobs
@@ -155,19 +153,3 @@ def settle(job: Job, code: int, board: Board, stopping: bool, log: Job | None = 
         lines = [jobs.ended(code), *jobs.last_lines((log or job).folder)[-1:]]
         state, note = "failed", ": ".join(lines)
     board.move(job, state, note=note)
-
-
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them."""
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

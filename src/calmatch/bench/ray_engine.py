@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from calmatch import checkpoint, results
+from calmatch import checkpoint, cluster, results
 from calmatch.bench.board import Board
 from calmatch.bench.engines import settle
 from calmatch.bench.job import Job
@@ -78,7 +78,7 @@ def _join(ray: ModuleType, address: str | None) -> None:
             "ray:// only reaches it from outside."
         )
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        cluster.start(ray, address, "error")
     except ConnectionError as error:
         raise ValueError(f"There is no Ray cluster at {address}: {error}") from error
 

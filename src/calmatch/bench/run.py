@@ -15,9 +15,9 @@ from calmatch.bench.job import Job
 from calmatch.bench.rows import Cell
 from calmatch.bench.suites import cells
 from calmatch.config import Config
+from calmatch.edge import Stopped, signals
 from calmatch.log import tell
 from calmatch.options import BenchOptions
-from calmatch.trainer import Stopped
 
 SHOWN = 8  # failed runs whose last lines are printed
 
@@ -165,7 +165,7 @@ def _estimate(ahead: Sequence[Job], every: Sequence[Job], options: BenchOptions)
 
 def execute(options: BenchOptions, todo: Sequence[Job]) -> Board:
     """Run what is not finished on the engine asked for."""
-    with engines.signals() as asked, Board(options.suite, todo, options.quiet) as board:
+    with signals(collect=True) as asked, Board(options.suite, todo, options.quiet) as board:
         if options.engine == "ray":
             from calmatch.bench import ray_engine
 

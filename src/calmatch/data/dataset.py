@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calmatch.data.files import Files
+from calmatch.data.files import Images
 
 
 class Dataset(NamedTuple):
     """Pictures to train on and to test on."""
 
-    images: Tensor | Files  # uint8 [N, 3, H, W], or files that are decoded when asked for
+    images: Images  # uint8 [N, 3, H, W], or what reads them when asked for
     labels: Tensor  # [N] class ids, -1 unknown
-    test_images: Tensor | Files
+    test_images: Images
     test_labels: Tensor
     classes: tuple[str, ...]
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)

@@ -79,6 +79,30 @@ class Files:
         return Files(self.root, tuple(self.names[row] for row in rows), self.size)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Rows of decoded pictures in a file of the cache: read when asked for, never held."""
+
+    images: Tensor  # uint8 [M, 3, H, W], a memory map
+    rows: Tensor  # [N]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *self.images.shape[1:])
+
+    def take(self, rows: Sequence[int] | Tensor) -> Tensor:
+        return self.images[self.rows[rows]]
+
+    def some(self, rows: Sequence[int] | Tensor) -> Kept:
+        return Kept(self.images, self.rows[rows])
+
+
+Images = Tensor | Files | Kept
+
+
 @functools.lru_cache(maxsize=4)
 def _zip(path: Path, process: int) -> zipfile.ZipFile:
     """An open zip; a forked process must not share its parent's file position."""

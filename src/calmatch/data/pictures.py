@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from calmatch.data import cache, labels
 from calmatch.data.dataset import Dataset
-from calmatch.data.files import SUFFIXES, Files, Pixels, opened, stamp
+from calmatch.data.files import SUFFIXES, Files, Kept, Pixels, opened, stamp
 from calmatch.data.official import IMAGENET
 
 UNLABELLED = ("unlabelled", "unlabeled")
@@ -179,7 +178,7 @@ def fitting_size(found: Pictures, sample: int = 400) -> tuple[int, int]:
 
 def decoded(
     found: Pictures, size: int, strict: bool = False, seen: Seen | None = None
-) -> tuple[Tensor | Files, Pictures]:
+) -> tuple[Kept | Files, Pictures]:
     """All pictures of a folder at one size, decoded once and kept; broken files are left out."""
     files = Files(found.root, found.names, size)
     key = f"pictures-{stamp(files)}"
@@ -207,9 +206,9 @@ def decoded(
 
     if strict or not record.exists():
         (cache.folder() / f"{key}.npy").unlink(missing_ok=True)
-    images: Tensor | Files = files
+    images: Kept | Files = files
     if not large:
-        images = cache.array(key, files.shape, fill)
+        images = Kept(cache.array(key, files.shape, fill), torch.arange(len(files)))
     elif strict or not record.exists():
         fill(None)
     bad = json.loads(record.read_text("utf-8"))
@@ -218,9 +217,8 @@ def decoded(
     rows = [k for k, name in enumerate(found.names) if name not in bad]
     if not rows:
         raise ValueError(f"No file in {found.root} can be decoded: {next(iter(bad.values()))}")
-    kept = images.some(rows) if isinstance(images, Files) else images[rows]
     skipped = [Skipped(name, why) for name, why in sorted(bad.items())]
-    return kept, found.some(rows)._replace(skipped=(*found.skipped, *skipped))
+    return images.some(rows), found.some(rows)._replace(skipped=(*found.skipped, *skipped))
 
 
 class Arranged(NamedTuple):
@@ -275,7 +273,7 @@ def pictures(
 
 
 def as_dataset(
-    images: Tensor | Files, found: Pictures, rows: Arranged, imagenet: bool = True
+    images: Kept | Files, found: Pictures, rows: Arranged, imagenet: bool = True
 ) -> Dataset:
     """Decoded pictures as a dataset whose labels are all used."""
     y = torch.tensor(found.labels)
@@ -285,12 +283,11 @@ def as_dataset(
         name = found.classes[counts.index(0)]
         raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
     test = rows.held or [k for k in rows.train if found.labels[k] >= 0]
-    take = images.some if isinstance(images, Files) else lambda ids: images[ids]
     mean, std = IMAGENET if imagenet else _statistics(images, rows.train)
     return Dataset(
-        take(rows.train),
+        images.some(rows.train),
         own,
-        take(test),
+        images.some(test),
         y[test],
         found.classes,
         mean=mean,
@@ -300,11 +297,10 @@ def as_dataset(
 
 
 def _statistics(
-    images: Tensor | Files, rows: list[int]
+    images: Kept | Files, rows: list[int]
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Channel means and deviations of up to 1,000 pictures."""
     some = rows[:: max(1, len(rows) // 1000)]
-    pixels = images.take(some) if isinstance(images, Files) else images[some]
-    flat = pixels.float().transpose(0, 1).flatten(1) / 255
+    flat = images.take(some).float().transpose(0, 1).flatten(1) / 255
     mean, std = flat.mean(1).tolist(), flat.std(1).clamp_min(0.02).tolist()
     return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calmatch import ops
-from calmatch.data.files import Files
+from calmatch.data.files import Files, Images, Kept
 from calmatch.data.stream import Plan, Stream
 
 
@@ -34,15 +34,37 @@ class Resident:
         yield from self.images.split(size)
 
     def unchanged(self, size: int) -> Iterator[Tensor]:
-        """All pictures in order, as views take them; features (`heads.Rows`) stay rows."""
-        yield from self.images.split(size)
+        """All pictures in order, as views take them."""
+        yield from self.batches(size)
 
     def some(self, rows: Tensor) -> Resident:
         """Only these rows."""
         return Resident(self.images[rows.to(self.device)], self.device)
 
 
+class Lent(Resident):
+    """Pictures that stay in their file: beside a CPU, the system's own cache holds what is used."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept.rows, torch.device("cpu"))
+        self.kept = kept
+
+    def chunk(self, number: int) -> Tensor:
+        """uint8 pictures of chunk `number`."""
+        return self.kept.take(self.plan(number))
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order."""
+        for rows in self.images.split(size):
+            yield self.kept.images[rows]
+
+    def some(self, rows: Tensor) -> Lent:
+        """Only these rows."""
+        return Lent(self.kept.some(rows))
+
+
 Source = Resident | Stream
+BLOCK = 4096  # pictures on their way to the device at once
 
 
 def free_memory(device: torch.device) -> int:
@@ -53,7 +75,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def source(
-    images: Tensor | Files,
+    images: Images,
     rows: Tensor,
     device: torch.device,
     kind: str,
@@ -61,12 +83,26 @@ def source(
     workers: int,
 ) -> Source:
     """Resident where the rows need at most this share of free memory, streamed otherwise."""
+    if isinstance(images, Kept) and device.type == "cpu" and kind != "stream":
+        return Lent(images.some(rows))
     need = len(rows) * math.prod(images.shape[1:])
     if kind == "resident" or (kind == "auto" and need <= memory * free_memory(device)):
-        return Resident(taken(images, rows), device)
+        return Resident(_placed(images, rows, device), device)
     return Stream(images, rows, device, workers)
 
 
-def taken(images: Tensor | Files, rows: Tensor) -> Tensor:
+def _placed(images: Images, rows: Tensor, device: torch.device) -> Tensor:
+    """Pictures on the device, without a copy of all of them on the host."""
+    if isinstance(images, Tensor) and device.type == "cpu":
+        return images[rows]
+    found = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
+    for into, some in zip(found.split(BLOCK), rows.split(BLOCK), strict=True):
+        into.copy_(taken(images, some))
+    return found
+
+
+def taken(images: Images, rows: Tensor) -> Tensor:
     """Some pictures as one tensor."""
-    return images.take(rows.tolist()) if isinstance(images, Files) else images[rows]
+    if isinstance(images, Files):
+        return images.take(rows.tolist())
+    return images.take(rows) if isinstance(images, Kept) else images[rows]

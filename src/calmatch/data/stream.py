@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as Rows
 
-from calmatch.data.files import Files
+from calmatch.data.files import Files, Images, Kept
 
 Plan = Callable[[int], Tensor]  # the rows of chunk k
 
@@ -17,9 +17,7 @@ Plan = Callable[[int], Tensor]  # the rows of chunk k
 class Stream:
     """The same chunks as `Resident`, fetched ahead by worker processes."""
 
-    def __init__(
-        self, images: Tensor | Files, rows: Tensor, device: torch.device, workers: int
-    ) -> None:
+    def __init__(self, images: Images, rows: Tensor, device: torch.device, workers: int) -> None:
         self.fetch = _Fetch(images, rows)
         self.device, self.workers = device, workers
         self.plan: Plan = lambda number: torch.tensor([number])
@@ -35,7 +33,7 @@ class Stream:
     def chunk(self, number: int) -> Tensor:
         """uint8 pictures of chunk `number`; the one after is on its way when this returns."""
         if number != self.next or self.ready is None:
-            self.chunks = iter(self._loader(_From(self.plan, number)))
+            self.chunks = self._fetched(_From(self.plan, number))
             self.ready = self._copied()
         pictures = self.ready
         if self.side is not None:
@@ -47,7 +45,7 @@ class Stream:
 
     def batches(self, size: int) -> Iterator[Tensor]:
         """All pictures in order."""
-        for pictures in self._loader(list(torch.arange(len(self)).split(size))):
+        for pictures in self._fetched(list(torch.arange(len(self)).split(size))):
             yield pictures.to(self.device)
 
     unchanged = batches  # views take pictures as they are
@@ -61,7 +59,13 @@ class Stream:
         with torch.cuda.stream(self.side):  # without a device this does nothing
             return pictures.to(self.device, non_blocking=True)
 
-    def _loader(self, order: Sampler[Tensor] | list[Tensor]) -> DataLoader[Tensor]:
+    def _fetched(self, order: Sampler[Tensor] | list[Tensor]) -> Iterator[Tensor]:
+        for found in self._loader(order):
+            if isinstance(found, str):
+                raise ValueError(found)
+            yield found
+
+    def _loader(self, order: Sampler[Tensor] | list[Tensor]) -> DataLoader[Tensor | str]:
         return DataLoader(
             self.fetch,
             batch_size=None,
@@ -72,17 +76,22 @@ class Stream:
         )
 
 
-class _Fetch(Rows[Tensor]):
-    """What a worker does: pictures by row."""
+class _Fetch(Rows[Tensor | str]):
+    """What a worker does: pictures by row, or the sentence that says why not."""
 
-    def __init__(self, images: Tensor | Files, rows: Tensor) -> None:
+    def __init__(self, images: Images, rows: Tensor) -> None:
         self.images, self.rows = images, rows
 
-    def __getitem__(self, ids: Tensor) -> Tensor:
+    def __getitem__(self, ids: Tensor) -> Tensor | str:
         chosen = self.rows[ids]
-        if isinstance(self.images, Files):
+        if not isinstance(self.images, Files):
+            return (
+                self.images.take(chosen) if isinstance(self.images, Kept) else self.images[chosen]
+            )
+        try:
             return self.images.take(chosen.tolist())
-        return self.images[chosen]
+        except ValueError as error:  # raised here it would arrive as a worker's traceback
+            return str(error)
 
 
 class _From(Sampler[Tensor]):

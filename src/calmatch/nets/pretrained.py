@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -113,4 +115,25 @@ def _download(name: str) -> Path:
                 f"The weights of {name} cannot be downloaded ({error}); fetch {url} yourself and "
                 f"write {name}(pretrained='FILE')."
             ) from error
+    _verify(path)
     return path
+
+
+def _verify(path: Path) -> None:
+    """Compare with the checksum of the first use: USB publishes none.
+
+    Whoever knows the right one writes it into FILE.sha256 before the first download.
+    """
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    note = path.with_name(f"{path.name}.sha256")
+    if not note.exists():
+        draft = note.with_name(f".{note.name}.{os.getpid()}")
+        draft.write_text(f"{found}  {path.name}\n")
+        draft.replace(note)
+        messages.append(f"{path.name}: no checksum is published; {found} is remembered from now.")
+    elif note.read_text("utf-8", "replace").split()[:1] != [found]:
+        raise ValueError(
+            f"{path} is not what {note.name} remembers, so it is not read; delete it to fetch it "
+            f"anew, or both if you know why it changed."
+        )

@@ -20,6 +20,8 @@ from calmatch.report.console import COLUMNS, LEGEND
 from calmatch.results import Run
 
 HERE = Path(__file__).parent
+DRAWS = 500  # resamples of bands and of chance
+MANY = 50  # runs on a page beyond which a tenth must do
 SCRIPTS = ("spots.js", "charts.js", "compare.js", "page.js")
 # Only our own scripts run, by their hashes; nothing can be fetched, sent or framed.
 POLICY = (
@@ -31,10 +33,11 @@ POLICY = (
 def build(runs: Sequence[Run], path: Path) -> Path:
     """Write the page of one run, or the comparison of several."""
     found = [summary.judged(*run.predictions()) for run in runs]
+    draws = DRAWS if len(runs) <= MANY else DRAWS // 10  # nobody reads a thousand bands closely
     data: dict[str, Any] = {
-        "runs": [content.numbers(*pair) for pair in zip(runs, found, strict=True)]
+        "runs": [content.numbers(*pair, draws) for pair in zip(runs, found, strict=True)]
     }
-    chances = [summary.chance(one) for one in found]
+    chances = [summary.chance(one, draws=2 * draws // 5) for one in found]
     view: dict[str, Any] = {"about": [content.about(run, path) for run in runs]}
     if len(runs) == 1:
         data |= content.details(runs[0], found[0])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from calmatch import examples, metrics
+from calmatch import examples, metrics, runfiles
 from calmatch.report import pictures, summary, words
 from calmatch.report.console import COLUMNS, cell
 from calmatch.report.summary import Judged
@@ -34,12 +33,12 @@ def measured(run: Run, found: Judged) -> dict[str, Any]:
     return {**values, **means, "over_shown": abs(means["over"]) > spread, "n": n}
 
 
-def numbers(run: Run, found: Judged) -> dict[str, Any]:
+def numbers(run: Run, found: Judged, draws: int = 500) -> dict[str, Any]:
     """What the charts that every page has are drawn from."""
     return {
         "title": run.title,
         "bins": summary.bins(found),
-        "smooth": summary.smooth(found),
+        "smooth": summary.smooth(found, resamples=draws),
         "risk": summary.risk(found),
         "point": operating_point(run, found),
         "tested": curves(run),
@@ -58,6 +57,9 @@ def details(run: Run, found: Judged) -> dict[str, Any]:
     }
     kept = examples.load(run.folder)
     if kept is not None:
+        classes, rows = len(data["classes"]), len(found.labels)
+        if max(kept.rows, default=0) >= rows or kept.asked_log_probs.shape[1] not in (2, classes):
+            raise ValueError(f"{run.folder / examples.FILE} belongs to another run; remove it.")
         data["pictures"] = pictures.judged(found, kept, files(run))
         data["asked"] = {"shown": pictures.asked(kept), "looked": kept.looked, "whole": kept.whole}
         data["inBins"] = [
@@ -92,12 +94,22 @@ def curves(run: Run) -> list[dict[str, Any]]:
 
 def files(run: Run) -> list[str] | None:
     """Names of the judged pictures where there are any."""
-    with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
-        return [str(name) for name in held["files"]] if "files" in held.files else None
+    held = runfiles.read_arrays(run.folder / "predictions.npz")
+    return [str(name) for name in held["files"]] if "files" in held else None
 
 
 def _lines(run: Run, kind: str) -> list[dict[str, Any]]:
-    return run.lines(kind) if (run.folder / "metrics.jsonl").is_file() else []
+    path = run.folder / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    facts = path.stat()
+    return [line for line in _read(path, facts.st_mtime_ns, facts.st_size) if line["kind"] == kind]
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, *changed: int) -> list[dict[str, Any]]:
+    """The lines of a run, parsed once for all its charts."""
+    return runfiles.read_lines(path)
 
 
 def _chosen(line: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -107,8 +119,7 @@ def _chosen(line: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text("utf-8"))
-    return found if isinstance(found, dict) else {}
+    return runfiles.read_json(path)
 
 
 def about(run: Run, page: Path) -> dict[str, Any]:

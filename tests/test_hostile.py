@@ -1,0 +1,366 @@
+"""What strangers send: links, bombs, pickles, damaged folders; and nothing that listens."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import types
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import calmatch
+from calmatch import (
+    checkpoint,
+    cluster,
+    edge,
+    evaluate,
+    log,
+    losses,
+    model,
+    predict,
+    results,
+    runfiles,
+    train,
+)
+from calmatch.data.files import decode
+from calmatch.nets import pretrained
+from calmatch.report.build import build
+from conftest import ALONE, write_model
+from folders import made
+
+SOURCE = Path(calmatch.__file__).parent
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "times.jsonl", "checkpoint"])
+def test_training_follows_no_link_out_of_its_folder(tiny, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir() if name == "checkpoint" else outside.write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(outside)
+    with pytest.raises(ValueError, match="link out of the run folder"):
+        train(tiny(), tmp_path / "run", quiet=True)
+    assert outside.is_dir() or outside.read_text() == "precious"
+    assert not outside.is_dir() or not list(outside.iterdir())
+
+
+def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    (tmp_path / f".file.{os.getpid()}.part").symlink_to(outside)
+    checkpoint.write(tmp_path / "file", "new")
+    assert outside.read_text() == "precious"
+    assert (tmp_path / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "/dev/zero", "..", "itself"])
+@pytest.mark.parametrize("name", ["result.json", "predictions.npz", "model.json"])
+def test_nothing_is_read_through_a_link_out_of_a_run_folder(tmp_path, name, target):
+    run = made(tmp_path / "run")
+    write_model(run.folder, "tiny", 5, 8)
+    (run.folder / name).unlink()
+    (run.folder / name).symlink_to(name if target == "itself" else target)
+    for reader in (results.load, model.load):
+        with pytest.raises(ValueError, match="link out of the run folder"):
+            reader(run.folder)
+
+
+def test_links_within_a_run_folder_are_fine(tmp_path):
+    run = made(tmp_path / "run")
+    (run.folder / "result.json").rename(run.folder / "first.json")
+    (run.folder / "result.json").symlink_to("first.json")
+    assert results.load(run.folder).result == run.result
+
+
+def test_only_calmatchs_own_litter_is_swept(tmp_path):
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    litter = [tmp_path / ".a.json.123.part", tmp_path / "deep" / ".b.npz.9.part"]
+    others = [tmp_path / ".film.mkv.part", tmp_path / "deep" / "deeper" / ".c.json.1.part"]
+    for path in (*litter, *others):
+        path.touch()
+    with checkpoint.lock(tmp_path):
+        assert not any(path.exists() for path in litter)
+        assert all(path.exists() for path in others)
+
+
+def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
+    code = """
+import os, sys, time
+from pathlib import Path
+from calmatch import checkpoint
+with checkpoint.lock(Path(sys.argv[1])):
+    if os.fork() == 0:
+        time.sleep(30)
+    print("held", flush=True)
+    time.sleep(30)
+"""
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, env=ALONE, start_new_session=True)
+    assert process.stdout.readline() == b"held\n"
+    process.kill()  # the parent alone
+    process.wait()
+    try:
+        with checkpoint.lock(tmp_path):
+            pass
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("place", ["step", "lines", "best"])
+def test_a_changed_note_of_a_checkpoint_is_noticed(tmp_path, place):
+    checkpoint.save(tmp_path, 7, {"a": torch.ones(3)}, {"lines": 70, "best": 0.75})
+    (path,) = tmp_path.glob("*.safetensors")
+    changed = re.sub(rb'(\\"' + place.encode() + rb'\\": [0.]*)7', rb"\g<1>8", path.read_bytes())
+    assert changed != path.read_bytes()
+    path.write_bytes(changed)
+    with pytest.raises(ValueError, match="checksum"):
+        checkpoint.read(path)
+
+
+def test_a_line_is_whole_or_not_there_when_the_disk_is_full(tmp_path):
+    with log.Lines(tmp_path, 0) as lines:
+        lines.write({"step": 1, "kind": "train", "loss": 0.5})
+        size = lines.size()
+    code = """
+import resource, sys
+from pathlib import Path
+from calmatch import log
+with log.Lines(Path(sys.argv[1]), int(sys.argv[2])) as lines:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]) + 20, -1))
+    try:
+        lines.write({"step": 2, "kind": "train", "loss": 0.25})
+    except OSError as error:
+        sys.exit(error.errno)
+"""
+    words = [sys.executable, "-c", code, str(tmp_path), str(size)]
+    assert subprocess.run(words, env=ALONE).returncode == 27  # EFBIG
+    told = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in told] == [1]
+
+
+def test_a_full_disk_is_one_sentence(capsys):
+    def full():
+        raise OSError(28, "No space left on device", "/somewhere/metrics.jsonl")
+
+    assert edge.guarded(full) == 2
+    told = capsys.readouterr().err
+    assert "No space left on device (/somewhere/metrics.jsonl)" in told
+    assert "Traceback" not in told
+
+
+def test_a_signal_that_somebody_swallows_is_repeated(monkeypatch):
+    monkeypatch.setattr(edge, "AGAIN", 0.05)
+    swallowed = []
+
+    def act():
+        try:  # as some compiled modules do while they are imported
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except SystemExit:
+            swallowed.append(1)
+        time.sleep(5)
+        return 0
+
+    with pytest.raises(SystemExit) as found:
+        edge.guarded(act)
+    assert swallowed
+    assert found.value.code == 143
+
+
+def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(edge, "LATEST", 0.05)
+
+    def step():
+        with edge.signals() as asked:
+            asked.patient = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    with pytest.raises(edge.Stopped) as found:
+        step()
+    assert found.value.exit_code == 143
+
+
+# Bombs --------------------------------------------------------------------------------------
+
+
+def png(width: int, height: int) -> bytes:
+    """A small file that claims to be large: one row, compressed."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(3 * width + 1))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_a_picture_that_unpacks_to_gigabytes_is_refused():
+    with pytest.raises(ValueError, match="too large"):
+        decode(png(60_000, 60_000), 8)
+
+
+def test_a_member_that_unpacks_to_gigabytes_is_skipped_unread(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.zip"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("bomb.png", "w", force_zip64=True) as member,
+    ):
+        for _ in range(17):
+            member.write(bytes(1 << 24))
+    assert path.stat().st_size < 1 << 20
+    (name,) = predict.Pictures(path).names()
+    assert isinstance(name, predict.Skipped)
+    assert "larger than" in name.reason
+
+
+def test_arrays_that_unpack_to_gigabytes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(runfiles.LARGEST, "npz", 1 << 20)
+    np.savez_compressed(tmp_path / "p.npz", probs=np.zeros((1 << 16, 4)), labels=np.zeros(1 << 16))
+    with pytest.raises(ValueError, match="too large"):
+        evaluate.load(tmp_path / "p.npz")
+
+
+def test_a_zip_with_very_many_entries_is_listed_in_bounded_memory(tmp_path):
+    path = tmp_path / "many.zip"
+    number = 100_000
+    local = struct.pack("<4s5H3I2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, 1, 0) + b"x"
+    entries = io.BytesIO()
+    for k in range(number):
+        name = f"{k:07d}.txt".encode()
+        fields = (b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0, 0, 0, 0, 0, 0)
+        entries.write(struct.pack("<4s6H3I5H2I", *fields) + name)
+    body = entries.getvalue()
+    start = len(local)
+    last = struct.pack(
+        "<4sQHHIIQQQQ", b"PK\6\6", 44, 20, 20, 0, 0, number, number, len(body), start
+    )
+    there = struct.pack("<4sIQI", b"PK\6\7", 0, start + len(body), 1)
+    end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(body), start, 0)
+    path.write_bytes(local + body + last + there + end)
+    assert len(zipfile.ZipFile(path).infolist()) == number
+    assert list(predict.Pictures(path).names()) == []
+
+
+# Files that are not what they say -----------------------------------------------------------
+
+JUNK = [None, [], {}, "x", -1, 1e308, float("nan"), 10**400, [[]], {"value": "a"}, "\ud800"]
+
+
+@pytest.mark.parametrize("key", sorted(runfiles.RESULT))
+def test_junk_in_a_result_is_a_sentence_or_a_page(tmp_path, key):
+    run = made(tmp_path / "run", pictures=40, examples_too=False)
+    for junk in JUNK:
+        checkpoint.write(run.folder / "result.json", json.dumps({**run.result, key: junk}))
+        try:
+            build([results.load(run.folder)], run.folder / "report.html")
+        except ValueError as error:
+            told = str(error)
+            assert str(run.folder) in told, told
+
+
+def test_classes_that_do_not_fit_the_predictions_are_a_sentence(tmp_path):
+    run = made(tmp_path / "run", pictures=40)
+    checkpoint.write_json(run.folder / "result.json", {**run.result, "classes": ["a", "b"]})
+    with pytest.raises(ValueError, match="that fit"):
+        build([results.load(run.folder)], run.folder / "report.html")
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("touch pwned",))
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.pt", "w.safetensors", "w.bin"])
+@pytest.mark.parametrize("packed", ["pickle", "torch"])
+def test_pretrained_files_run_no_code(tmp_path, monkeypatch, name, packed):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    if packed == "torch":
+        torch.save({"model": Evil()}, path)
+    else:
+        path.write_bytes(pickle.dumps({"state_dict": Evil()}))
+    with pytest.raises(ValueError, match="is not a"):
+        pretrained.state_of(path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_arrays_with_pickles_in_them_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez(tmp_path / "p.npz", probs=np.array([Evil()], dtype=object), labels=np.zeros(1))
+    with pytest.raises(ValueError, match="plain arrays"):
+        evaluate.load(tmp_path / "p.npz")
+    assert not (tmp_path / "pwned").exists()
+
+
+# Downloads and listeners --------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """USB's server stands in for by a file."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    content = [b"first"]
+
+    def fetch(url: str, target: str, **_: object) -> None:
+        assert url.startswith("https://")
+        Path(target).write_bytes(content[0])
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    pretrained.messages.clear()
+    return content
+
+
+def test_weights_without_published_checksum_are_remembered_and_checked(published):
+    path = pretrained._download("vit_tiny_patch2_32")
+    digest = hashlib.sha256(b"first").hexdigest()
+    assert digest in pretrained.messages[0]
+    assert pretrained._download("vit_tiny_patch2_32") == path
+    path.write_bytes(b"changed")
+    with pytest.raises(ValueError, match="is not what"):
+        pretrained._download("vit_tiny_patch2_32")
+    path.unlink()
+    published[0] = b"other"
+    with pytest.raises(ValueError, match="is not what"):
+        pretrained._download("vit_tiny_patch2_32")
+
+
+def test_nothing_listens_on_a_network_port():
+    """No code of ours opens a listener; a Ray of our own is on loopback, without a dashboard."""
+    listening = re.compile(
+        r"sock\w*\.bind\(|\.listen\(|HTTPServer|socketserver|create_server|\.serve\(|0\.0\.0\.0"
+    )
+    for path in SOURCE.rglob("*.py"):
+        assert not listening.search(path.read_text("utf-8")), path
+    calls = [path.name for path in SOURCE.rglob("*.py") if "ray.init(" in path.read_text("utf-8")]
+    assert calls == ["cluster.py"]
+    started: dict[str, object] = {}
+    fake = types.SimpleNamespace(init=lambda **settings: started.update(settings))
+    cluster.start(fake, None, "error")
+    assert started["include_dashboard"] is False
+    assert started["_node_ip_address"] == "127.0.0.1"
+    started.clear()
+    cluster.start(fake, "somewhere:6379", "error")
+    assert "include_dashboard" not in started  # somebody else's cluster is theirs to configure
+
+
+@pytest.mark.parametrize("text", [f"focal(gamma={10**30})", f"smoothing({-(10**30)})"])
+def test_a_number_that_no_tensor_holds_is_a_sentence(text):
+    with pytest.raises(ValueError, match="it takes a number"):
+        losses.build(text)

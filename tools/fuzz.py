@@ -1,0 +1,507 @@
+"""Mutated input into everything that reads a stranger's file: `make fuzz`.
+
+A reader may answer or raise a ValueError of calmatch's own; anything else, a hang, a write outside
+of the work folder, a process or a connection is a finding. The same seed makes the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import yaml
+from PIL import Image
+
+import calmatch
+from calmatch import (
+    augment,
+    checkpoint,
+    config,
+    evaluate,
+    losses,
+    methods,
+    metrics,
+    model,
+    nets,
+    predict,
+    results,
+    spec,
+)
+from calmatch.bench import groups, render, tables, tidy
+from calmatch.data import DATASETS, labels
+from calmatch.data.files import Files
+from calmatch.nets import pretrained
+from calmatch.report.build import build
+
+HOME = Path(calmatch.__file__).parent
+HANG = 20  # seconds
+ROOM = 6 << 30  # bytes of address space that an input may cost
+JUNK: list[Any] = [
+    *(None, True, 0, -1, 1 << 40, 10**400, 1e308, -1e-320, float("nan"), float("inf")),
+    *(
+        "",
+        "x" * 5000,
+        "../../etc/passwd",
+        "/etc/passwd",
+        "<script>alert(1)</script>",
+        "\ud800",
+        "\0",
+    ),
+    *([], {}, [[]], [{}], {"": []}, [1, "a", None], "os.system('true')", "{{ 7 * 7 }}", "nan"),
+    *("os.system", "timm.resnet18(pretrained=True)", "a.b.c(x=1)", "1e5", "٣"),
+]
+SPECS = [
+    "freematch(momentum=0.99)",
+    "bam(on='fixmatch', draws=5)",
+    "flip|crop(4)|randaugment(3)|cutout(0.5)",
+    "cross_entropy + margin(m=8, where='agree')",
+    "focal(gamma=2.0) + entropy",
+    "timm.vit_small_patch16_224(pretrained=True)",
+    "small(width=4)",
+    "folder(path='x', size=32, share=0.2)",
+    "my_package.mine.MyMethod(a=1, b=[1, (2, 3)], c={'d': None})",
+]
+TOKENS = "()|+,=.'\"\\[]{}*:#-_ \n\t\r\0éß\u2028٣0123456789eEjxabc"
+Target = Callable[[random.Random, Path], None]
+
+
+def bytes_of(chance: random.Random, data: bytes) -> bytes:
+    """Some bits, bytes or stretches changed."""
+    held = bytearray(data)
+    for _ in range(chance.choice((1, 1, 2, 4, 16))):
+        place = chance.randrange(len(held) + 1)
+        match chance.randrange(7):
+            case 0 if held:
+                held[place % len(held)] ^= 1 << chance.randrange(8)
+            case 1 if held:
+                held[place % len(held)] = chance.choice((0, 1, 127, 128, 255))
+            case 2:
+                del held[place : place + chance.choice((1, 4, 100))]
+            case 3:
+                held[place:place] = chance.randbytes(chance.choice((1, 4, 64)))
+            case 4:
+                held = held[:place]
+            case 5:
+                number = chance.choice((0, 1, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 31))
+                order = chance.choice(("little", "big"))
+                held[place : place + 4] = number.to_bytes(4, order)
+            case _:
+                other = chance.randrange(len(held) + 1)
+                held[place:place] = held[other : other + 32]
+    return bytes(held)
+
+
+def text_of(chance: random.Random, text: str) -> str:
+    """Some characters inserted, removed or doubled."""
+    held = list(text)
+    for _ in range(chance.choice((1, 1, 2, 5, 20))):
+        place = chance.randrange(len(held) + 1)
+        match chance.randrange(5):
+            case 0:
+                held.insert(place, chance.choice(TOKENS))
+            case 1:
+                del held[place : place + chance.choice((1, 3))]
+            case 2:
+                held[place:place] = held[chance.randrange(len(held) + 1) :][:12]
+            case 3:
+                held[place:place] = list(str(chance.choice(JUNK)))[:3000]
+            case _:
+                held[place : place + 1] = chance.choice(TOKENS) * chance.choice((1, 1, 300))
+    return "".join(held)
+
+
+def value_of(chance: random.Random, value: Any) -> Any:
+    """One entry somewhere in it removed, added or replaced by junk."""
+    if isinstance(value, dict) and value and chance.random() < 0.85:
+        key = chance.choice(list(value))
+        match chance.randrange(8):
+            case 0:
+                return {k: v for k, v in value.items() if k != key}
+            case 1:
+                return {**value, str(chance.choice(JUNK)): chance.choice(JUNK)}
+            case _:
+                return {**value, key: value_of(chance, value[key])}
+    if isinstance(value, list) and value and chance.random() < 0.85:
+        place = chance.randrange(len(value))
+        match chance.randrange(4):
+            case 0:
+                return value[:place] + value[place + 1 :]
+            case 1:
+                return value + value[place:]
+            case _:
+                return [*value[:place], value_of(chance, value[place]), *value[place + 1 :]]
+    return chance.choice(JUNK)
+
+
+def arrays_of(chance: random.Random, data: bytes) -> bytes:
+    """An .npz with an array of another type, shape or content."""
+    with np.load(io.BytesIO(data)) as found:
+        held = {name: found[name] for name in found.files}
+    name = chance.choice(list(held))
+    array = held[name]
+    changes: list[Callable[[], Any]] = [
+        lambda: held.pop(name),
+        lambda: array[: chance.randrange(len(array) + 1)] if array.ndim else array,
+        lambda: array.astype(chance.choice((np.float16, np.int8, np.complex64, np.bool_, "U8"))),
+        lambda: array.reshape(-1),
+        lambda: array[None],
+        lambda: array * chance.choice((0, -1, 1e300)) if array.dtype.kind in "if" else array,
+        lambda: np.full_like(array, np.nan) if array.dtype.kind == "f" else array[..., :0],
+        lambda: np.array(chance.choice(("<script>", "../x", ""))),
+        lambda: np.zeros((0, *array.shape[1:]), array.dtype),
+    ]
+    changed = chance.choice(changes)()
+    if name in held:
+        held[name] = changed
+    packed = io.BytesIO()
+    np.savez(packed, **held)
+    return packed.getvalue()
+
+
+# The readers --------------------------------------------------------------------------------
+
+
+def specs(chance: random.Random, work: Path) -> None:
+    text = text_of(chance, chance.choice(SPECS))
+    ways: list[Callable[[str], Any]] = [spec.parse, spec.chain, spec.added, spec.dotted]
+    if not any("." in name for name in spec.dotted(text)):  # a person's own code is theirs to run
+        ways = [losses.build, augment.pipeline, methods.find, _bound]
+    chance.choice(ways)(text)
+
+
+def _bound(text: str) -> None:
+    item = spec.parse(text)
+    for table, kind in ((nets.NETS, "net"), (DATASETS, "dataset"), (methods.METHODS, "method")):
+        if item.name in table:
+            spec.bind(item, table, kind, 0 if kind == "dataset" else 2 if kind == "net" else 1)
+
+
+def configs(chance: random.Random, work: Path) -> None:
+    whole = config.Config().dump()
+    some = {key: whole[key] for key in chance.sample(list(whole), 6)} | {"method": "fixmatch"}
+    suffix = chance.choice((".json", ".yaml", ".yml"))
+    path = work / f"config{suffix}"
+    changed = value_of(chance, some) if chance.random() < 0.6 else some
+    text = json.dumps(changed) if suffix == ".json" else _yaml(changed)
+    if changed is some:
+        text = text_of(chance, text)
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    config.load(path, config.Config())
+
+
+def _yaml(value: Any) -> str:
+    try:
+        return yaml.safe_dump(value, allow_unicode=True)
+    except (yaml.YAMLError, ValueError):
+        return repr(value)
+
+
+def csvs(chance: random.Random, work: Path) -> None:
+    path = work / "predictions.csv"
+    rows = [f"{k % 3},{0.5},{0.25},{0.25}" for k in range(chance.choice((0, 1, 6)))]
+    text = "\n".join(["label,a,b,c", *rows])
+    path.write_bytes(
+        bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
+    )
+    probs, truth = evaluate.load(path)
+    metrics.summary(probs, truth, ("error", "ece", "nll"), resamples=0)
+
+
+def labelled(chance: random.Random, work: Path) -> None:
+    names = ["a/1.png", "a/2.png", "b/ü 3.png", "4.png"]
+    path = work / "labels.csv"
+    text = "file,label\n" + "".join(f"{name},{name[0]}\n" for name in names)
+    path.write_bytes(
+        bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
+    )
+    found = labels.matched(labels.read(path), names, path)
+    assert set(found) <= set(names)
+
+
+def weights(chance: random.Random, work: Path) -> None:
+    name, data = chance.choice(WEIGHTS)
+    (work / name).write_bytes(bytes_of(chance, data))
+    pretrained.fitted(pretrained.state_of(work / name), OURS)
+
+
+def _text(chance: random.Random, text: str) -> bytes:
+    return text_of(chance, text).encode("utf-8", "surrogatepass")
+
+
+def pictures(chance: random.Random, work: Path) -> None:
+    name, data = chance.choice(PICTURES)
+    (work / name).write_bytes(bytes_of(chance, data))
+    Files(work, (name,), 8).picture(0)
+
+
+def zips(chance: random.Random, work: Path) -> None:
+    path = work / "pictures.zip"
+    path.write_bytes(bytes_of(chance, ZIP))
+    source = predict.Pictures(path)
+    for name in list(source.names())[:4]:
+        if isinstance(name, str):
+            assert isinstance(predict.decoded(source.root, name, 8), np.ndarray | predict.Skipped)
+
+
+def checkpoints(chance: random.Random, work: Path) -> None:
+    path = work / "checkpoint" / "000000006.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    changed = bytes_of(chance, CHECKPOINT)
+    path.write_bytes(changed)
+    found, complaints = checkpoint.newest(path.parent)
+    assert found is None or changed == CHECKPOINT or not complaints
+    assert found is None or found[1] == NOTE, "a damaged checkpoint was believed"
+
+
+def models(chance: random.Random, work: Path) -> None:
+    folder = _copied(work, ("model.json", "model.safetensors"))
+    _hurt(chance, folder, chance.choice(("model.json", "model.json", "model.safetensors")))
+    loaded = model.load(folder)
+    loaded.answer(loaded.probabilities(torch.zeros(1, 3, loaded.size, loaded.size).byte()))
+
+
+RUN = ("config.json", "result.json", "metrics.jsonl", "predictions.npz", "examples.npz")
+
+
+def runs(chance: random.Random, work: Path) -> None:
+    folder = _copied(work, (*RUN, "model.json", "environment.json"))
+    _hurt(chance, folder, chance.choice((*RUN, *RUN, "result.json", "environment.json")))
+    run = results.load(folder)
+    if chance.random() < 0.3:
+        build([run], folder / "report.html")
+    else:
+        run.lines("test")
+        evaluate.load(folder / "predictions.npz")
+
+
+def tabled(chance: random.Random, work: Path) -> None:
+    folder = _copied(work, ("config.json", "result.json"))
+    _hurt(chance, folder, chance.choice(("config.json", "result.json", "result.json")))
+    found = groups.gather([work])
+    tidy.text(found)
+    if chance.random() < 0.2:
+        render.RENDER["html"](tables.build(found))
+
+
+def _copied(work: Path, names: tuple[str, ...]) -> Path:
+    folder = work / "run"
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_bytes(FOLDER[name])
+    return folder
+
+
+def _hurt(chance: random.Random, folder: Path, name: str) -> None:
+    path, data = folder / name, FOLDER[name]
+    kind, suffix = chance.random(), path.suffix
+    if kind < 0.1:
+        path.unlink()
+    elif kind < 0.2:
+        path.unlink()
+        path.symlink_to(chance.choice((work_outside(), "/etc/passwd", "/dev/zero", "..", name)))
+    elif suffix == ".json" and kind < 0.8:
+        junk = json.dumps(value_of(chance, json.loads(data)))
+        path.write_bytes(junk.encode("utf-8", "surrogatepass"))
+    elif suffix == ".jsonl" and kind < 0.8:
+        lines = value_of(chance, [json.loads(line) for line in data.splitlines()])
+        lines = lines if isinstance(lines, list) else [lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    elif suffix == ".npz" and kind < 0.7:
+        path.write_bytes(arrays_of(chance, data))
+    else:
+        path.write_bytes(bytes_of(chance, data))
+
+
+def work_outside() -> str:
+    return str(OUTSIDE)
+
+
+TARGETS: dict[str, tuple[int, Target]] = {  # share of the inputs in percent
+    "spec strings": (30, specs),
+    "YAML and JSON configs": (18, configs),
+    "CSV predictions": (9, csvs),
+    "CSV labels": (6, labelled),
+    "pretrained weights": (4, weights),
+    "pictures": (16, pictures),
+    "zips of pictures": (4, zips),
+    "checkpoints": (4, checkpoints),
+    "model folders": (4, models),
+    "run folders, reports": (4, runs),
+    "run folders, tables": (1, tabled),
+}
+
+
+# What they read before it is changed --------------------------------------------------------
+
+PICTURES: list[tuple[str, bytes]] = []
+WEIGHTS: list[tuple[str, bytes]] = []
+OURS: dict[str, torch.Tensor] = {}
+FOLDER: dict[str, bytes] = {}
+ZIP = CHECKPOINT = b""
+NOTE = {"lines": 10, "step": 6}
+OUTSIDE = Path()
+
+
+def prepare(work: Path) -> None:
+    """Whole files of every kind."""
+    global ZIP, CHECKPOINT, OUTSIDE
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    kinds = "png RGB, jpeg RGB, gif P, bmp RGB, webp RGBA, tiff RGB, png I;16, tiff F, png P"
+    for kind, mode in (pair.split() for pair in kinds.split(", ")):
+        packed = io.BytesIO()
+        more: dict[str, Any] = {"exif": exif} if kind in ("jpeg", "png", "webp") else {}
+        picture = Image.fromarray(pixels)
+        picture = picture.convert("I").convert(mode) if mode == "I;16" else picture.convert(mode)
+        picture.save(packed, kind, **more)
+        PICTURES.append((f"{mode.replace(';', '')}.{kind}", packed.getvalue()))
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in PICTURES[:4]:
+            archive.writestr(f"a/{name}", data)
+    ZIP = packed.getvalue()
+    OURS.update(nets.build("vit_tiny_patch2_32", 3, 16).state_dict())
+    some = {k: v for k, v in OURS.items() if k.startswith(("pos", "patch", "cls", "norm"))}
+    torch.save({"model": some}, work / "w.pth")
+    safetensors.torch.save_file(some, work / "w.safetensors")
+    WEIGHTS.extend((name, (work / name).read_bytes()) for name in ("w.pth", "w.safetensors"))
+    checkpoint.save(work / "saved", 6, {"net/a": torch.arange(6.0)}, {"lines": 10})
+    CHECKPOINT = (work / "saved" / "000000006.safetensors").read_bytes()
+    small = config.Config(
+        **{"dataset": "synthetic", "labels": 16, "net": "tiny", "weak": "crop(1)", "steps": 12},
+        **{"strong": "crop(2)", "eval_every": 6, "log_every": 3, "device": "cpu"},
+    )
+    run = calmatch.train(small, work / "whole", quiet=True)
+    for path in run.folder.iterdir():
+        if path.is_file():
+            FOLDER[path.name] = path.read_bytes()
+    OUTSIDE = work.parent / "outside.json"
+
+
+def watch(work: Path) -> list[str]:
+    """From now on, writes outside of the work folder, processes and connections are noted."""
+    seen: list[str] = []
+    bad = {"socket.bind", "socket.connect", "subprocess.Popen", "os.system", "os.exec", "os.fork"}
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    inside = str(work)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in bad:
+            seen.append(f"{event} {args!r:.200}")
+        elif event == "open" and isinstance(args[0], str | bytes) and args[2] & writing:
+            path = os.path.realpath(os.fsdecode(args[0]))
+            if not path.startswith(inside) and path != os.devnull:
+                seen.append(f"writes {path}")
+        elif event in ("os.remove", "os.rename", "os.rmdir", "os.mkdir"):
+            plain = all(number == -1 for number in args if isinstance(number, int))
+            for path in args[:2] if plain else ():  # else relative to a folder that rmtree opened
+                if isinstance(path, str) and not str(Path(path).parent.resolve()).startswith(
+                    inside
+                ):
+                    seen.append(f"{event} {path}")
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def tried(target: Target, seed: int, work: Path, seen: list[str]) -> str:
+    """Nothing, or what went wrong with the input of this seed."""
+    seen.clear()
+    signal.alarm(HANG)
+    try:
+        target(random.Random(seed), work)
+    except ValueError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if not Path(last.filename).is_relative_to(HOME):
+            return f"{type(error).__name__} {error!s:.80} in {_where(error)}"
+        if "\n" in str(error) and len(str(error)) > 3000:
+            return f"a sentence of {len(str(error))} characters from {_where(error)}"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return f"{type(error).__name__} {error!s:.80} in {_where(error)}"
+    finally:
+        signal.alarm(0)
+    return seen[0] if seen else ""
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if Path(f.filename).is_relative_to(HOME)] or frames[-1:]
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="targets with this text in their names")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it hangs")))
+    torch.set_num_threads(1)
+    top = Path(tempfile.mkdtemp(prefix="calmatch-fuzz-", dir=_fast()))
+    work = top / "work"
+    work.mkdir()
+    prepare(work)
+    OUTSIDE.write_text('{"secret": 1}')
+    resource.setrlimit(resource.RLIMIT_AS, (_now() + ROOM, resource.RLIM_INFINITY))
+    seen = watch(work)
+    findings: dict[str, list[str]] = {}
+    lines = []
+    for name, (share, target) in TARGETS.items():
+        if options.only not in name:
+            continue
+        number, began = options.inputs * share // 100, time.monotonic()
+        bad: Counter[str] = Counter()
+        for k in range(number):
+            if trouble := tried(target, options.seed * 10**9 + k, work, seen):
+                bad[trouble.partition(" in ")[2] or trouble] += 1
+                findings.setdefault(f"{name}: {trouble.rpartition(' in ')[2]}", []).append(
+                    f"seed {k}: {trouble}"
+                )
+        took = time.monotonic() - began
+        lines.append(f"| {name} | {number:,} | {sum(bad.values())} |")
+        print(f"{name}: {number:,} inputs, {sum(bad.values())} findings, {took:.0f} s", flush=True)
+    print("\n| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines))
+    for where, found in findings.items():
+        print(f"{len(found):>6}  {where}\n        {found[0]}")
+    if OUTSIDE.read_text() != '{"secret": 1}':
+        print("A file outside was changed.")
+        return 1
+    shutil.rmtree(top)
+    return 1 if findings else 0
+
+
+def _fast() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _now() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
