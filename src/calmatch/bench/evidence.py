@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import posthoc, scaled, views
+from calmatch import evaluate, posthoc, scaled, views
 from calmatch.bench import job, stats
 from calmatch.bench.groups import Found, Group, arrange, gather, identity, key
 from calmatch.bench.measures import QUANTITIES, SPREAD, entry, values
@@ -24,6 +24,9 @@ from calmatch.config import Config
 from calmatch.judge import temperature
 from calmatch.results import Run
 
+JUDGED, PLAIN = "log_probs", "plain_log_probs"  # in predictions.npz
+BINS = 20
+LIMITS = (0.5, 0.8, 0.9, 0.95, 0.99)  # of confidence
 CURVE = ("step", "error", "ece", "nll")
 MORE = ("smooth_ece", "brier", "aurc", "adaptive_ece", "classwise_ece")
 HONEST = ("ece", "ece_views", "ece_seeds", "ece_labels", "ece_oracle")
@@ -77,12 +80,17 @@ def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str,
     }
     if other is not None:
         result["temperature_scaled"]["seeds"] = _by_seeds(run, other)
-    if folds and (found := _by_folds(run, folds)):
-        result["temperature_scaled"]["labels"] = found["log_probs"]
-        if "plain" in result:
-            result["plain"]["temperature_scaled"]["labels"] = found["plain_log_probs"]
+    if folds:
+        for place, found in _by_folds(run, folds).items():
+            (result["plain"] if place == PLAIN else result)["temperature_scaled"]["labels"] = found
+    with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
+        labels = torch.from_numpy(held["labels"])
+        for place, part in ((JUDGED, result), (PLAIN, result.get("plain"))):
+            if part is not None:
+                part["trust"] = trust(torch.from_numpy(held[place]), labels)
     if seen := views.load(run.folder):
         result["agreement"] = estimates(seen)
+        result["temperature_scaled"]["views"] = _by_views(run, seen)
     moments = [moment["unix"] for moment in job.times(run.folder)]
     there = json.loads((run.folder / "environment.json").read_text("utf-8"))
     return {
@@ -95,19 +103,47 @@ def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str,
     }
 
 
-def _by_seeds(run: Run, other: Run) -> dict[str, float]:
+def _by_seeds(run: Run, other: Run) -> dict[str, Any]:
     """The test set scaled by how often another seed agrees on its pictures: no label is used."""
     log_probs, labels = run.predictions()
     theirs = other.predictions()[0]
     scale = posthoc.agreement_temperature(log_probs, theirs, of="first")
-    return {
-        **scaled.measured(scale(log_probs.double()), labels),
-        "temperature": scale.values["temperature"],
-        "agree": posthoc.agreement(log_probs, theirs).agree,
-    }
+    agree = posthoc.agreement(log_probs, theirs).agree
+    return _scaled(scale, log_probs, labels) | {"agree": agree}
 
 
-def _by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, float]]:
+def _by_views(run: Run, seen: views.Views) -> dict[str, Any]:
+    pair = [seen.log_probs[name] for name in views.PAIR]
+    scale = posthoc.agreement_temperature(*pair)
+    return _scaled(scale, *run.predictions()) | {"agree": posthoc.agreement(*pair).agree}
+
+
+def _scaled(scale: posthoc.Scaling, log_probs: Tensor, labels: Tensor) -> dict[str, Any]:
+    found = scale(log_probs.double())
+    heat = {"temperature": scale.values["temperature"], "trust": trust(found, labels)}
+    return {**scaled.measured(found, labels), **heat}
+
+
+def trust(log_probs: Tensor, labels: Tensor) -> dict[str, list[list[float]]]:
+    """Pictures, their mean confidence and the share that is right: by bins, and above limits."""
+    top, guess = evaluate.probabilities(log_probs).max(1)
+    right = (guess == labels).double()
+    bins = (top * BINS).long().clamp_max(BINS - 1)
+    inside = [bins == k for k in range(BINS)]
+    above = [top >= limit for limit in LIMITS]
+    return {"bins": _shares(inside, top, right), "above": _shares(above, top, right)}
+
+
+def _shares(chosen: Sequence[Tensor], top: Tensor, right: Tensor) -> list[list[float]]:
+    return [
+        [int(some.sum()), float(top[some].mean()), float(right[some].mean())]
+        if bool(some.any())
+        else [0, 0.0, 0.0]
+        for some in chosen
+    ]
+
+
+def _by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """The test set scaled by the temperature that the run's own labels choose, as `fit` does.
 
     Each label is predicted by a run that did not see it; empty where some were predicted by none.
@@ -121,18 +157,14 @@ def _by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, float]]:
         if len(truth) < run.result["pictures"]["labelled"]:
             return {}
         found = {}
-        for name in ("log_probs", "plain_log_probs"):
+        for name in (JUDGED, PLAIN):
             if name not in own:
                 continue
             held = name.replace("log_probs", "held_log_probs")
             judged = np.concatenate([other[held] for other in others])
             scale = temperature(torch.from_numpy(judged), torch.from_numpy(truth))
-            log_probs = torch.from_numpy(own[name]).double()
-            found[name] = {
-                **scaled.measured(scale(log_probs), torch.from_numpy(own["labels"])),
-                "temperature": scale.values["temperature"],
-                "labels": len(truth),
-            }
+            log_probs, labels = (torch.from_numpy(own[key]) for key in (name, "labels"))
+            found[name] = _scaled(scale, log_probs, labels) | {"labels": len(truth)}
         return found
 
 
