@@ -26,6 +26,8 @@ class Config:
     """Chooses which pictures are labelled, apart from `seed`."""
     validation: float = 0.0
     """Share of each class's training pictures held out, with labels, to choose a checkpoint."""
+    fold: int = 0
+    """Hold out this fold of the labels (1, 2, ...), to be predicted at the end; 0: none."""
     include_labelled: bool = True
     """Whether the labelled pictures also serve as unlabelled ones, as the field does."""
     method: str = "fixmatch"
@@ -224,6 +226,11 @@ def check(config: Config) -> None:
                 f"{part.name!r} contains the cross-entropy and would count it twice; "
                 f"write --unlabelled-loss {config.penalty!r} instead of --penalty."
             )
+
+
+def seedless(config: Config) -> Config:
+    """What runs that are trained together have in common."""
+    return config.replace(seed=0, split_seed=0, fold=min(config.fold, 1))
 
 
 def selection(config: Config) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from calmatch.config import Config
 
 STRONG = "|randaugment(3)|cutout(0.5)"
+METHOD, PENALTY = "freematch", "margin(cap=0.98)"  # what `calmatch fit` does unless told otherwise
 
 
 def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
@@ -191,8 +192,14 @@ def eurosat_lite(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
 
 def eurosat_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
     """eurosat_lite from one packed file (tools/pack.py), with last and averaged weights judged."""
-    settings: dict[str, Any] = {"dataset": "packed(name='eurosat')", "ema": 0.999} | changes
-    return eurosat_lite(method, labels=labels, **settings)
+    settings: dict[str, Any] = {
+        "dataset": "packed(name='eurosat')",
+        "ema": 0.999,
+        "log_every": 250,
+        "eval_every": 500,
+        "checkpoint_every": 5_000,  # they take minutes: what is written is time that is lost
+    }
+    return eurosat_lite(method, labels=labels, **(settings | changes))
 
 
 def cifar10_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:

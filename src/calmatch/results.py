@@ -164,11 +164,18 @@ def finish(
     unlabelled = _unlabelled(config, parts)
     averaged = parts.momentum > 0 and not best and not parts.method.ema
     plain = _predict(config, parts, pictures, parts.net) if averaged else None
+    held_out, truth = parts.sets.get("validation", (None, labels))
+    held = None
+    if config.fold and held_out:
+        held = [_predict(config, parts, held_out, one) for one in (net, parts.net)]
     if parallel.rank() == 0:
         log.tell("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
         packed = io.BytesIO()
         more: dict[str, Any] = {} if plain is None else {"plain_log_probs": plain.numpy()}
+        if held is not None:
+            more |= {"held_labels": truth.numpy(), "held_log_probs": held[0].numpy()}
+            more |= {"plain_held_log_probs": held[1].numpy()} if averaged else {}
         np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy(), **more)
         checkpoint.write(folder / "predictions.npz", packed.getvalue())
         seen = examples.Seen(log_probs, _take(pictures))

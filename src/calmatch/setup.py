@@ -16,7 +16,7 @@ from calmatch.config import Config, selection
 from calmatch.core import Loss, Method, Objective, Task
 from calmatch.data.batches import Batches, stream_seed
 from calmatch.data.resident import Source, source
-from calmatch.data.split import Split, split
+from calmatch.data.split import Split, split, without
 from calmatch.metrics import METRICS
 
 Statistics = tuple[Sequence[float], Sequence[float]]
@@ -136,9 +136,11 @@ def pick_device(name: str) -> torch.device:
 
 def _split(config: Config, dataset: data.Dataset) -> Split:
     counts = dataset.labelled_counts
+    if config.fold and config.validation:
+        raise ValueError("--fold and --validation both hold pictures out; choose one.")
     if config.labels == 0 and counts is None:
         raise ValueError(f"{config.dataset} does not say how many labels; set --labels.")
-    return split(
+    found = split(
         dataset.labels.numpy(),
         counts if config.labels == 0 and counts else config.labels,
         config.split_seed,
@@ -148,6 +150,8 @@ def _split(config: Config, dataset: data.Dataset) -> Split:
         whole_pool=dataset.whole_pool,
         shuffle_first=dataset.shuffle_first,
     )
+    own = dataset.labels[found.labelled].tolist()
+    return without(found, own, config.fold, config.split_seed) if config.fold else found
 
 
 def _check_sets(config: Config, chosen: Split, tested: int) -> None:

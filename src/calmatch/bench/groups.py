@@ -67,6 +67,11 @@ def key(config: Config) -> str:
     return json.dumps([item for item in config.dump().items() if item[0] not in ASIDE])
 
 
+def identity(config: Config) -> str:
+    """What a run is, its seeds included."""
+    return f"{config.seed} {config.split_seed} {key(config)}"
+
+
 def gather(paths: Iterable[Path], suite: str | None = None) -> Found:
     """The finished runs in or under some folders.
 

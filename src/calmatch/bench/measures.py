@@ -34,8 +34,10 @@ QUANTITIES: Mapping[str, Quantity] = {
     "nll_views": Quantity("NLL, T by views", "nats, no labels", 1.0, 3),
     "ece_seeds": Quantity("ECE, T by seeds", "%, no labels: two runs' answers on test pictures"),
     "nll_seeds": Quantity("NLL, T by seeds", "nats, no labels", 1.0, 3),
-    "ece_crossfit": Quantity("ECE after T", "%, after temperature scaling, cross-fitted"),
-    "nll_crossfit": Quantity("NLL after T", "nats, after temperature scaling", 1.0, 3),
+    "ece_labels": Quantity("ECE, T by labels", "%, cross-fitted on the labelled pictures"),
+    "nll_labels": Quantity("NLL, T by labels", "nats, cross-fitted on the labels", 1.0, 3),
+    "ece_crossfit": Quantity("ECE, T by test halves", "%, each half by the other's labels"),
+    "nll_crossfit": Quantity("NLL, T by test halves", "nats, each half by the other's", 1.0, 3),
     "ece_oracle": Quantity("ECE, oracle T", "%, temperature of the same labels"),
     "nll_oracle": Quantity("NLL, oracle T", "nats, temperature of the same labels", 1.0, 3),
 }
@@ -51,7 +53,7 @@ def values(group: Group, metric: str) -> dict[Seeds, float]:
 
 def _value(run: Run, metric: str) -> float | None:
     name, _, way = metric.rpartition("_")
-    if way in ("views", "seeds"):
+    if way in ("views", "seeds", "labels"):
         found = run.result.get("temperature_scaled", {}).get(way)
         return None if found is None else float(found[name])
     if way not in ("crossfit", "oracle"):

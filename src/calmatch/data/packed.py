@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from calmatch.data import cache
 from calmatch.data.dataset import Dataset
 from calmatch.data.official import root
 
@@ -38,10 +41,18 @@ def packed(*, name: str, size: int = 0) -> Dataset:
             held: dict[str, Any] = {key: found[key] for key in found.files}
         note = json.loads(str(held["note"]))
         ends, labels, tested = held["ends"], held["labels"], held["test_labels"]
-        images = _unpacked(held["sheets"].tobytes(), ends, note["size"], len(labels) + len(tested))
+        sheets, side = held["sheets"].tobytes(), size or note["size"]
+
+        def fill(found: NDArray[np.uint8]) -> None:
+            images = _unpacked(sheets, ends, note["size"], len(found))
+            found[:] = _resized(images, side).numpy()
+
+        key = hashlib.blake2b(sheets, digest_size=12).hexdigest()
+        images = cache.array(
+            f"packed-{key}-{side}", (len(labels) + len(tested), 3, side, side), fill
+        )
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is damaged or no packed dataset: {error}.") from error
-    images = _resized(images, size or note["size"])
     mean, std = (tuple(float(v) for v in row) for row in note["statistics"])
     return Dataset(
         images[: len(labels)],
