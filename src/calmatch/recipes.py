@@ -197,6 +197,7 @@ def eurosat_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
         "ema": 0.999,
         "log_every": 250,
         "eval_every": 500,
+        "chunk": 128,  # fewer launches of augmentation; many runs share the device
         "checkpoint_every": 5_000,  # they take minutes: what is written is time that is lost
     }
     return eurosat_lite(method, labels=labels, **(settings | changes))
