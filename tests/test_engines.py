@@ -235,10 +235,10 @@ def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
 
 
 def test_runs_that_stand_in_files_are_not_made_again(stand_in, tiny, tmp_path):
-    from calmatch.bench import evidence
+    from calmatch.bench import compact
 
     train(run.scaled(tiny("fixmatch"), 6), tmp_path / "there", quiet=True)
-    lines = [json.dumps(line) for line in evidence.collect([tmp_path / "there"])]
+    lines = [json.dumps(line) for line in compact.collect([tmp_path / "there"])]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     known = {"steps": 6, "known": (tmp_path / "some.jsonl",), "quiet": True}
     found = run.choose(BenchOptions("tiny", tmp_path, **known))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from calmatch import data, trainer
-from calmatch.bench import evidence, tables
+from calmatch.bench import compact, evidence, tables
 from calmatch.bench.groups import gather
 from calmatch.bench.measures import values
 from calmatch.data.packed import pack
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 def test_lines_give_the_same_tables_as_folders(folder, tmp_path):
     tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
-    kept = evidence.read([tmp_path / "some.jsonl"])
+    kept = compact.read([tmp_path / "some.jsonl"])
     whole = gather([folder])
     assert sorted(kept.rows) == sorted(whole.rows)
     for own in kept.groups:
@@ -73,7 +73,7 @@ def test_collecting_again_adds_and_renews_but_never_repeats(folder, tmp_path, ca
 
 def test_last_weights_stand_beside_averaged_ones(folder, tmp_path):
     tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
-    kept = evidence.read([tmp_path / "some.jsonl"])
+    kept = compact.read([tmp_path / "some.jsonl"])
     last = evidence.unaveraged(kept)
     run = kept.groups[0].runs[0, 0].result
     assert values(last.groups[0], "ece")[0, 0] == 100 * run["plain"]["metrics"]["ece"]["value"]
@@ -106,7 +106,7 @@ def test_the_page_is_made_from_lines_alone(folder, tmp_path, monkeypatch):
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 1"):
-        evidence.read([tmp_path / "bad.jsonl"])
+        compact.read([tmp_path / "bad.jsonl"])
 
 
 def test_a_packed_dataset_is_nearly_the_original_and_within_its_limit(tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path):
         trainer.train(config.replace(fold=5), tmp_path / "five", quiet=True)
     with pytest.raises(ValueError, match="--fold and --validation"):
         trainer.train(config.replace(fold=1, validation=0.1), tmp_path / "both", quiet=True)
-    lines = evidence.collect([tmp_path / "runs"])
+    lines = compact.collect([tmp_path / "runs"])
     assert sum("fold" in line["config"] for line in lines) == 4
     found = next(line for line in lines if "fold" not in line["config"])["result"]
     files = [np.load(tmp_path / "runs" / str(k) / "predictions.npz") for k in (1, 2, 3, 4)]
@@ -181,19 +181,19 @@ def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path):
     assert by_labels["labels"] == 40
     assert "ece" in found["plain"]["temperature_scaled"]["labels"]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    kept = evidence.read([tmp_path / "some.jsonl"])
+    kept = compact.read([tmp_path / "some.jsonl"])
     assert len(kept.groups) == 1  # folds are no rows
     assert values(kept.groups[0], "ece_labels")[0, 0] == pytest.approx(100 * by_labels["ece"])
     shutil.rmtree(tmp_path / "runs" / "4")
-    again = evidence.collect([tmp_path / "runs"])
+    again = compact.collect([tmp_path / "runs"])
     assert not any("labels" in line["result"]["temperature_scaled"] for line in again)
 
 
 def test_trust_counts_the_sure_and_the_right():
     logits = torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 0.1], [0.0, 1.0]])
-    found = evidence.trust(logits.log_softmax(-1), torch.tensor([0, 1, 1, 1]))
+    found = compact.trust(logits.log_softmax(-1), torch.tensor([0, 1, 1, 1]))
     assert sum(row[0] for row in found["bins"]) == 4
     assert found["bins"][-1][::2] == [2, 0.5]
-    number, confidence, right = found["above"][evidence.LIMITS.index(0.95)]
+    number, confidence, right = found["above"][compact.LIMITS.index(0.95)]
     assert (number, right) == (2, 0.5)
     assert confidence == pytest.approx(1 / (1 + np.exp(-9)))

@@ -83,7 +83,7 @@ def gather(paths: Iterable[Path], suite: str | None = None) -> Found:
 
 
 def arrange(finished: Sequence[Any], notes: list[str], suite: str | None = None) -> Found:
-    """Runs (or `evidence.Kept`) as groups, in the order of their suites."""
+    """Runs (or `compact.Kept`) as groups, in the order of their suites."""
     known: dict[str, tuple[str, str]] = {}
     for name in [suite] if suite else SUITES:
         for cell in cells(name, [0]):
