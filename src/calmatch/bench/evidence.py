@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from calmatch.bench import stats
+from calmatch import spec
+from calmatch.bench import stats, tables
 from calmatch.bench.compact import LIMITS
 from calmatch.bench.groups import Found, Group, Seeds
 from calmatch.bench.measures import QUANTITIES, SPREAD, entry, values
 from calmatch.bench.render import Entry, Table
 
-MORE = ("smooth_ece", "brier", "aurc", "adaptive_ece", "classwise_ece")
+DETAILS = ("error", "ece", "adaptive_ece", "classwise_ece", "smooth_ece", "nll", "brier", "aurc")
+PLAIN, CHOSEN = "last weights", "averaged"  # what the paper judges, and what `calmatch fit` keeps
 HONEST = ("ece", "ece_views", "ece_seeds", "ece_labels", "ece_oracle")
 
 
@@ -131,9 +133,36 @@ def unaveraged(found: Found) -> Found:
 NONE = {"evaluations": 0}
 
 
-def more(found: Found) -> Table:
-    """The quantities that the paper does not report."""
-    return _each(found, MORE, f"Further quantities, {SPREAD}", [])
+def details(found: Found, column: str) -> Table:
+    """Every quantity of one column."""
+    return tables.details(found, column, DETAILS)
+
+
+def short(found: Found, base: str, default: str, limit: float = 0.95) -> Table:
+    """For the README: what sure predictions are worth, plainly."""
+    place = LIMITS.index(limit)
+    rows = []
+    for column in found.columns:
+        for row, judged, name in ((base, PLAIN, "FreeMatch"), (default, CHOSEN, "calmatch fit")):
+            group = found.at(row, column)
+            for one in variants(group) if group else ():
+                if one.name == judged:
+                    above = [trust["above"][place] for trust in one.trust.values()]
+                    tested = [sum(line[0] for line in t["bins"]) for t in one.trust.values()]
+                    shares = [100 * a[0] / n for a, n in zip(above, tested, strict=True)]
+                    right = [100 * a[2] for a in above if a[0]]
+                    numbers = [entry(list(part.values()), 1) for part in (one.error, one.ece)]
+                    numbers += [entry(shares, 0), entry(right, 1)]
+                    rows.append([Entry(column), Entry(name), *numbers])
+    heads = [
+        "data",
+        "trained by",
+        "error %",
+        "ECE %",
+        f"at least {limit:.0%} sure, %",
+        "of these right, %",
+    ]
+    return Table("", heads, rows, (), words=2)
 
 
 def free(found: Found) -> Table:
@@ -209,9 +238,15 @@ def cost(found: Found) -> Table:
     return Table("Time of a run", heads, rows, [note], words=3)
 
 
-def as_published(found: Found) -> Found:
-    """Columns under the names of the paper's, to set its numbers beside ours."""
-    names: list[Group] = [
-        group._replace(column=group.column.replace("_pack", "")) for group in found.groups
+def as_published(group: Group) -> str:
+    """The column under the paper's name, to set its numbers beside ours."""
+    dataset = spec.parse(group.config.dataset).kwargs.get("name", group.config.dataset)
+    return f"{dataset}_{group.config.labels}"
+
+
+def named(found: Found, names: Mapping[str, str]) -> Found:
+    """Columns under names for people."""
+    groups = [
+        group._replace(column=names.get(group.column, group.column)) for group in found.groups
     ]
-    return found._replace(groups=names)
+    return found._replace(groups=groups)

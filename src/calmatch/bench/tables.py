@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from calmatch.bench import comparisons, stats
 from calmatch.bench.groups import Found
 from calmatch.bench.measures import QUANTITIES, SPREAD, entry, head, leaky, marks, values
@@ -77,13 +79,14 @@ def grid(found: Found, metric: str) -> Table:
     return Table(title[0].upper() + title[1:], ["row", *columns], rows, [ARROWS])
 
 
-def details(found: Found, column: str) -> Table:
+def details(found: Found, column: str, metrics: Sequence[str] = DETAILS) -> Table:
     """Every quantity of one column."""
-    quantities = {metric: _column(found, column, metric) for metric in DETAILS}
+    quantities = {metric: _column(found, column, metric) for metric in metrics}
     present = [row for row in found.rows if row in quantities["error"]]
     rows = [[Entry(row), *(part[row] for part in quantities.values())] for row in present]
-    heads = [head(metric) for metric in DETAILS]
-    return Table(f"{column}: {SPREAD}", ["row", *heads], rows, [ARROWS, SCALING])
+    heads = [head(metric) for metric in metrics]
+    notes = [ARROWS, *([SCALING] if "ece_crossfit" in metrics else [])]
+    return Table(f"{column}: {SPREAD}", ["row", *heads], rows, notes)
 
 
 def protocols(found: Found) -> Table | None:
