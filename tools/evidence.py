@@ -26,12 +26,18 @@ from calmatch.bench.groups import Found
 from calmatch.recipes import METHOD
 
 ROOT = Path(__file__).parent.parent
-SUITES = ("evidence", "digits")  # the order of the page
+SUITES = {  # the order of the page
+    "evidence": "Whole networks, one H200",
+    "frozen": "A frozen network, two CPU cores",
+}
 DEFAULT = f"{METHOD} + cap"  # the row of what `calmatch fit` does
 NAMES = {
     "eurosat_pack_40": "EuroSAT, 40 labels",
     "eurosat_pack_20": "EuroSAT, 20 labels",
     "cifar10_pack_40": "CIFAR-10, 40 labels",
+    "eurosat_frozen_40": "EuroSAT, 40 labels",
+    "eurosat_frozen_20": "EuroSAT, 20 labels",
+    "cifar10_frozen_40": "CIFAR-10, 40 labels",
     "cifar10_pack_250": "CIFAR-10, 250 labels",
     "digits_40": "digits, 40 labels",
 }
@@ -86,12 +92,11 @@ def _prose(name: str) -> list[str]:
 
 def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """Everything about one suite."""
-    parts = [f"## {suite}\n"] if suite != "evidence" else []
+    parts = [f"## {SUITES[suite]}\n", *_prose(suite)]
     if found.at(DEFAULT, found.columns[0]):
-        parts += trust(found, page, made)
+        parts += trust(suite, found, page, made)
     last = evidence.unaveraged(found)
     made_tables = [evidence.details(found, column) for column in found.columns]
-    parts += ["## Averaged weights\n"] if suite == "evidence" else []
     several = len(found.columns) > 1
     grids = [tables.grid(found, metric) for metric in ("error", "ece")] if several else []
     first, *rest = [*grids, *made_tables]
@@ -101,10 +106,10 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     parts.append(render.markdown(_there(comparisons.ranks(found), tables.protocols(found))))
     parts.append(render.markdown([evidence.agreements(found)]))
     if last.groups:
-        parts += ["## Last weights\n", render.markdown([evidence.averaging(found)])]
-        parts.append(render.markdown([evidence.details(last, c) for c in last.columns]))
-        parts.append(render.markdown(_there(comparisons.differences(last), evidence.free(last))))
-    parts += ["## Published numbers, time, learning curves\n"] if suite == "evidence" else []
+        parts.append(render.markdown([evidence.averaging(found)]))
+        parts.append(_last(render.markdown([evidence.details(last, c) for c in last.columns])))
+        more = _there(comparisons.differences(last), evidence.free(last))
+        parts.append(_last(render.markdown(more)))
     if any(published.find(g.row, evidence.as_published(g), "error", "") for g in found.groups):
         renamed = [g._replace(column=evidence.as_published(g)) for g in found.groups]
         parts.append(render.markdown(comparisons.beside(found._replace(groups=renamed), "")))
@@ -117,18 +122,24 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     return parts
 
 
-def trust(found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
+def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """The bar, and what a practitioner may believe."""
-    parts = [f"## {METHOD} and what `calmatch fit` does\n", *_prose("bar")]
+    parts = []
     parts.append(render.markdown([evidence.bar(found, METHOD, [DEFAULT])]))
     parts.append(render.markdown([evidence.sure(found, [METHOD, DEFAULT])]))
-    shown = [(METHOD, "last weights", "plain FreeMatch"), (DEFAULT, evidence.CHOSEN, "calmatch")]
+    shown = [(METHOD, [evidence.PLAIN], "FreeMatch, as the paper judges it")]
+    shown += [(DEFAULT, evidence.CHOSEN, "what calmatch fit does")]
     with mpl.rc_context(LOOK):
         drawn = Figure(layout="constrained")
         draw_trust(drawn, prepare_trust(found, shown))
     png = figures.encode(drawn, ".png")
-    parts.append(_figure(page, made, "trust", png, "Confidence and the share that is right", "png"))
-    return parts
+    words = "Confidence and the share that is right"
+    return [*parts, _figure(page, made, f"trust_{suite}", png, words, "png")]
+
+
+def _last(text: str) -> str:
+    """Tables of last weights say so in their titles."""
+    return re.sub(r"^### ", "### Last weights: ", text, flags=re.MULTILINE)
 
 
 def _figure(
@@ -144,10 +155,7 @@ def _there(*found: render.Table | None) -> list[render.Table]:
 
 def readme(text: str, files: list[Path]) -> str:
     """The README with its table of sure predictions made anew."""
-    try:
-        found = evidence.named(compact.read(files, "evidence"), NAMES)
-    except ValueError:
-        return text
+    found = evidence.named(compact.read(files, "frozen"), NAMES)
     table = render.markdown([evidence.short(found, METHOD, DEFAULT)]).split("\n", 2)[2].strip()
     pattern = r"(<!-- evidence -->\n).*?(\n<!-- /evidence -->)"
     return re.sub(pattern, lambda part: part[1] + table + part[2], text, flags=re.DOTALL)

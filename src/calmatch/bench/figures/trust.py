@@ -7,26 +7,25 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from calmatch.bench.evidence import variants
+from calmatch.bench.evidence import judged
 from calmatch.bench.figures.style import PAGE, PALETTE, below
 from calmatch.bench.groups import Found
 
 LEAST = 20  # pictures that a point stands for
 
 
-def prepare_trust(found: Found, shown: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+def prepare_trust(found: Found, shown: Sequence[tuple[str, Sequence[str], str]]) -> dict[str, Any]:
     """Confidence and the share that is right, bin by bin over all seeds; a panel a column.
 
     Args:
         found: runs read from compact results.
-        shown: rows as (row, how it is judged, its name in the figure).
+        shown: rows as (row, how it is judged, first choice first, its name in the figure).
     """
     panels = []
     for column in found.columns:
         curves = []
-        for row, judged, name in shown:
-            group = found.at(row, column)
-            one = next((v for v in variants(group) if v.name == judged), None) if group else None
+        for row, names, name in shown:
+            one = judged(found.at(row, column), names)
             if one is None:
                 continue
             points = []
