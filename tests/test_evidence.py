@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import data, trainer
+from calmatch import data, load_run, trainer
 from calmatch.bench import compact, evidence, tables
 from calmatch.bench.groups import gather
 from calmatch.bench.measures import values
@@ -20,11 +20,14 @@ TOOLS = Path(__file__).parent.parent / "tools"
 
 
 def tool(name, *words):
-    """Run a tool as a person does, in this process."""
+    """Run a tool as a person does, in this process; its exit code."""
     before = sys.argv
     sys.argv = [name, *map(str, words)]
     try:
         runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+        return 0
+    except SystemExit as ended:
+        return ended.code
     finally:
         sys.argv = before
 
@@ -82,25 +85,78 @@ def test_last_weights_stand_beside_averaged_ones(folder, tmp_path):
     assert tables.protocols(last) is None  # the best step of averaged weights is not theirs
 
 
-def test_the_page_is_made_from_lines_alone(folder, tmp_path, monkeypatch):
+@pytest.fixture
+def stand_in(folder, monkeypatch):
+    """The folder's runs as the suite `frozen`: plain FreeMatch, and what `fit` does."""
     from calmatch.bench import suites
+    from calmatch.bench.rows import Cell
 
-    cells = [c for c in suites.digits() if c.row.startswith("freematch")]
-    small = {"steps": 4, "eval_every": 2, "net": "small(width=2)", "ema": 0.9}
-    changed = [cell._replace(config=cell.config.replace(**small)) for cell in cells]
-    monkeypatch.setitem(suites.SUITES, "digits", lambda: changed)
+    names = {"": "freematch", "margin(m=10)": "freematch + cap"}
+    configs = [load_run(path).config for path in sorted(folder.iterdir())]
+    cells = [Cell("frozen", names[c.penalty], "digits_40", c.seed, c, "made up") for c in configs]
+    cells.sort(key=lambda cell: cell.row)
+    monkeypatch.setitem(suites.SUITES, "frozen", lambda: cells)
+
+
+def test_the_page_is_made_from_lines_alone(stand_in, folder, tmp_path):
     tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
-    tool("evidence", "write", tmp_path / "some.jsonl", "--page", tmp_path / "results.md")
+    written = ["evidence", "write", tmp_path / "some.jsonl", "--page", tmp_path / "results.md"]
+    assert tool(*written) == 0
     page = (tmp_path / "results.md").read_text()
     for words in (
-        "## digits",
-        "freematch + margin",
+        "## A frozen network",
+        "### The bar",
+        "at least 95 % confidence",
         "Paired differences",
         "Friedman",
-        "last weights",
+        "### Last weights: digits, 40 labels",
+        "T by labels",
     ):
-        assert words in page
-    assert (tmp_path / "assets" / "results" / "digits_digits_40.svg").stat().st_size > 1000
+        assert words in page, words
+    for name in ("frozen_digits_40_labels.svg", "trust_frozen.png"):
+        assert (tmp_path / "assets" / "results" / name).stat().st_size > 1000
+    assert tool(*written, "--check") == 0
+    (tmp_path / "results.md").write_text(page + "by hand")
+    assert tool(*written, "--check") == 1
+
+
+def test_the_bar_asks_for_half_the_ece_at_no_higher_error():
+    def variant(name, error, ece):
+        numbers = ({(s, s): value for s, value in enumerate(part)} for part in (error, ece))
+        return evidence.Variant(name, *numbers, {})
+
+    first = variant("last weights", [10.0, 11.0, 12.0], [4.0, 5.0, 6.0])
+    cases = {
+        "yes": ([9.0, 10.5, 11.0], [1.0, 2.0, 2.5]),
+        "noise": ([9.0, 12.5, 12.5], [1.0, 2.0, 2.5]),
+        "no": ([12.0, 13.0, 14.1], [1.0, 2.0, 2.5]),  # worse without doubt
+    }
+    for told, numbers in cases.items():
+        assert evidence._against(variant("averaged", *numbers), first)[-1].text == told
+    half = evidence._against(variant("averaged", [9.0] * 3, [3.0, 3.0, 3.5]), first)
+    assert half[-1].text == "no"
+    assert evidence._against(first, first)[-1].text == "–"
+
+
+def test_sure_predictions_are_counted_over_seeds(stand_in, folder, tmp_path):
+    tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
+    found = compact.read([tmp_path / "some.jsonl"], "frozen")
+    table = evidence.sure(found, ["freematch"], 0.5)
+    assert [row[2].text for row in table.rows] == [
+        "last weights",
+        "averaged",
+        "averaged, T by views",
+        "averaged, T by seeds",
+    ]
+    wanted = []
+    for seed in (0, 1):
+        log_probs = load_run(folder / f"plain{seed}").predictions()[0]
+        wanted.append(100 * float((log_probs.double().exp().amax(1) >= 0.5).double().mean()))
+    assert table.rows[1][3].text.startswith(f"{np.mean(wanted):.1f}")
+    named = evidence.named(found, {"digits_40": "digits"})
+    shown = evidence.short(named, "freematch", "freematch + cap")
+    assert [row[1].text for row in shown.rows] == ["FreeMatch", "calmatch fit"]
+    assert {row[0].text for row in shown.rows} == {"digits"}
 
 
 def test_a_damaged_line_is_named(tmp_path):
