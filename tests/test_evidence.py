@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from calmatch import data, load_run, trainer
-from calmatch.bench import compact, evidence, tables
+from calmatch.bench import compact, evidence, tables, trusting
 from calmatch.bench.groups import gather
 from calmatch.bench.measures import values
 from calmatch.data.packed import pack
@@ -247,9 +247,9 @@ def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path):
 
 def test_trust_counts_the_sure_and_the_right():
     logits = torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 0.1], [0.0, 1.0]])
-    found = compact.trust(logits.log_softmax(-1), torch.tensor([0, 1, 1, 1]))
+    found = trusting.trust(logits.log_softmax(-1), torch.tensor([0, 1, 1, 1]))
     assert sum(row[0] for row in found["bins"]) == 4
     assert found["bins"][-1][::2] == [2, 0.5]
-    number, confidence, right = found["above"][compact.LIMITS.index(0.95)]
+    number, confidence, right = found["above"][trusting.LIMITS.index(0.95)]
     assert (number, right) == (2, 0.5)
     assert confidence == pytest.approx(1 / (1 + np.exp(-9)))

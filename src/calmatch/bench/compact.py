@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import evaluate, posthoc, scaled, views
-from calmatch.bench import job
-from calmatch.bench.groups import Found, arrange, gather, identity, key
+from calmatch import views
+from calmatch.bench import job, trusting
+from calmatch.bench.groups import Found, arrange, held_out, identity, key, load
 from calmatch.config import Config
-from calmatch.judge import temperature
 from calmatch.results import Run
 
-JUDGED, PLAIN = "log_probs", "plain_log_probs"  # in predictions.npz
-BINS = 20
-LIMITS = (0.5, 0.8, 0.9, 0.95, 0.99)  # of confidence
 CURVE = ("step", "error", "ece", "nll")
 
 
@@ -54,12 +49,10 @@ def code(config: Config) -> str:
 
 def collect(paths: Iterable[Path], suite: str | None = None) -> list[dict[str, Any]]:
     """The finished runs of some folders as lines; each is paired with the next seed of its row."""
-    groups = gather(paths, suite).groups
-    folds: dict[str, list[Run]] = {}
-    for run in (run for group in groups if group.config.fold for run in group.runs.values()):
-        folds.setdefault(identity(run.config.replace(fold=0)), []).append(run)
+    runs, notes = load(paths)
+    folds = held_out(runs)
     todo = []
-    for group in groups:
+    for group in arrange(runs, notes, suite).groups:
         runs = list(group.runs.values())
         for place, run in enumerate(runs):
             other = runs[(place + 1) % len(runs)]
@@ -75,18 +68,19 @@ def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str,
         "test": [[line[field] for field in CURVE] for line in run.lines("test")],
     }
     if other is not None:
-        result["temperature_scaled"]["seeds"] = _by_seeds(run, other)
+        result["temperature_scaled"]["seeds"] = trusting.by_seeds(run, other)
     if folds:
-        for place, found in _by_folds(run, folds).items():
-            (result["plain"] if place == PLAIN else result)["temperature_scaled"]["labels"] = found
+        for place, found in trusting.by_folds(run, folds).items():
+            part = result["plain"] if place == trusting.PLAIN else result
+            part["temperature_scaled"]["labels"] = found
     with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
         labels = torch.from_numpy(held["labels"])
-        for place, part in ((JUDGED, result), (PLAIN, result.get("plain"))):
+        for place, part in ((trusting.JUDGED, result), (trusting.PLAIN, result.get("plain"))):
             if part is not None:
-                part["trust"] = trust(torch.from_numpy(held[place]), labels)
+                part["trust"] = trusting.trust(torch.from_numpy(held[place]), labels)
     if seen := views.load(run.folder):
-        result["agreement"] = estimates(seen)
-        result["temperature_scaled"]["views"] = _by_views(run, seen)
+        result["agreement"] = trusting.estimates(seen)
+        result["temperature_scaled"]["views"] = trusting.by_views(run, seen)
     moments = [moment["unix"] for moment in job.times(run.folder)]
     there = json.loads((run.folder / "environment.json").read_text("utf-8"))
     return {
@@ -97,87 +91,6 @@ def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str,
         "seconds": round(moments[-1] - moments[0], 1) if moments else None,
         "result": _rounded(result),
     }
-
-
-def _by_seeds(run: Run, other: Run) -> dict[str, Any]:
-    """The test set scaled by how often another seed agrees on its pictures: no label is used."""
-    log_probs, labels = run.predictions()
-    theirs = other.predictions()[0]
-    scale = posthoc.agreement_temperature(log_probs, theirs, of="first")
-    agree = posthoc.agreement(log_probs, theirs).agree
-    return _scaled(scale, log_probs, labels) | {"agree": agree}
-
-
-def _by_views(run: Run, seen: views.Views) -> dict[str, Any]:
-    pair = [seen.log_probs[name] for name in views.PAIR]
-    scale = posthoc.agreement_temperature(*pair)
-    return _scaled(scale, *run.predictions()) | {"agree": posthoc.agreement(*pair).agree}
-
-
-def _scaled(scale: posthoc.Scaling, log_probs: Tensor, labels: Tensor) -> dict[str, Any]:
-    found = scale(log_probs.double())
-    heat = {"temperature": scale.values["temperature"], "trust": trust(found, labels)}
-    return {**scaled.measured(found, labels), **heat}
-
-
-def trust(log_probs: Tensor, labels: Tensor) -> dict[str, list[list[float]]]:
-    """Pictures, their mean confidence and the share that is right: by bins, and above limits."""
-    top, guess = evaluate.probabilities(log_probs).max(1)
-    right = (guess == labels).double()
-    bins = (top * BINS).long().clamp_max(BINS - 1)
-    inside = [bins == k for k in range(BINS)]
-    above = [top >= limit for limit in LIMITS]
-    return {"bins": _shares(inside, top, right), "above": _shares(above, top, right)}
-
-
-def _shares(chosen: Sequence[Tensor], top: Tensor, right: Tensor) -> list[list[float]]:
-    return [
-        [int(some.sum()), float(top[some].mean()), float(right[some].mean())]
-        if bool(some.any())
-        else [0, 0.0, 0.0]
-        for some in chosen
-    ]
-
-
-def _by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """The test set scaled by the temperature that the run's own labels choose, as `fit` does.
-
-    Each label is predicted by a run that did not see it; empty where some were predicted by none.
-    """
-    with ExitStack() as stack:
-        own, *others = (
-            stack.enter_context(np.load(one.folder / "predictions.npz", allow_pickle=False))
-            for one in (run, *folds)
-        )
-        truth = np.concatenate([other["held_labels"] for other in others])
-        if len(truth) < run.result["pictures"]["labelled"]:
-            return {}
-        found = {}
-        for name in (JUDGED, PLAIN):
-            if name not in own:
-                continue
-            held = name.replace("log_probs", "held_log_probs")
-            judged = np.concatenate([other[held] for other in others])
-            scale = temperature(torch.from_numpy(judged), torch.from_numpy(truth))
-            log_probs, labels = (torch.from_numpy(own[key]) for key in (name, "labels"))
-            found[name] = _scaled(scale, log_probs, labels) | {"labels": len(truth)}
-        return found
-
-
-def estimates(seen: views.Views) -> dict[str, float]:
-    """How often views agree on unlabelled pictures, and how often they are right, to judge that."""
-    plain = seen.log_probs["plain"]
-    found = {
-        name: posthoc.agreement(plain, seen.log_probs[name]).agree
-        for name in seen.log_probs
-        if name != "plain"
-    }
-    found["confidence"] = posthoc.agreement(plain, plain).confidence
-    known = seen.truth >= 0
-    if bool(known.any()):
-        right = (plain.argmax(-1) == seen.truth)[known]
-        found["right"] = float(right.double().mean())
-    return found
 
 
 def _rounded(found: Any) -> Any:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from calmatch import spec
 from calmatch.bench import stats, tables
-from calmatch.bench.compact import LIMITS
 from calmatch.bench.groups import Found, Group, Seeds
 from calmatch.bench.measures import QUANTITIES, SPREAD, entry, values
 from calmatch.bench.render import Entry, Table
+from calmatch.bench.trusting import LIMITS
 
 DETAILS = ("error", "ece", "adaptive_ece", "classwise_ece", "smooth_ece", "nll", "brier", "aurc")
 PLAIN = "last weights"  # what the paper judges

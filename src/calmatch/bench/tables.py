@@ -10,7 +10,8 @@ from calmatch.bench.measures import QUANTITIES, SPREAD, entry, head, leaky, mark
 from calmatch.bench.render import Entry, Table
 
 DETAILS = ("error", "ece", "ece_crossfit", "adaptive_ece", "classwise_ece", "nll", "nll_crossfit")
-SCALED = ("ece", "ece_crossfit", "ece_oracle", "nll", "nll_crossfit", "nll_oracle")
+WAYS = ("", "_labels", "_crossfit", "_oracle")
+SCALED = tuple(f"{metric}{way}" for metric in ("ece", "nll") for way in WAYS)
 
 
 def build(found: Found, *, suite: str = "", compare: bool = False) -> list[Table]:
@@ -60,8 +61,9 @@ def _column(found: Found, column: str, metric: str) -> dict[str, Entry]:
 
 
 SCALING = (
-    "After T: temperature scaling, each half of the test set by the temperature that the other "
-    "half's labels chose."
+    "T by test halves: temperature scaling, each half of the test set by the temperature that the "
+    "other half's labels chose. T by labels: by the labelled pictures, each predicted by a run "
+    "that held it out (--fold)."
 )
 ORACLE = "Oracle: the temperature the same labels chose, a bound for NLL and no result."
 ARROWS = "↓ better, ↑ worse than the same method without it. Best bold, second underlined."
