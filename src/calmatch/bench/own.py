@@ -141,7 +141,7 @@ _TELLING: Sequence[tuple[str, Callable[[str], list[Row]]]] = (
 
 _FROZEN: Sequence[tuple[str, Callable[[str], list[Row]]]] = tuple(
     (column, rows)
-    for rows in (_default, _compared, _fixed, _held, _adaptive)
+    for rows in (_default, _held, _compared, _fixed, _adaptive)
     for column in ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40")
 )
 
