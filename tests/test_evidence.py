@@ -253,3 +253,20 @@ def test_trust_counts_the_sure_and_the_right():
     number, confidence, right = found["above"][trusting.LIMITS.index(0.95)]
     assert (number, right) == (2, 0.5)
     assert confidence == pytest.approx(1 / (1 + np.exp(-9)))
+
+
+def test_the_row_of_fit_is_what_fit_does_on_a_cpu(tmp_path):
+    """The head's settings of `calmatch fit` with its defaults and most time, and of our tables."""
+    from calmatch import plan, recipes
+
+    wish = plan.Wish(pictures=tmp_path, device="cpu")
+    weak, strong, _ = plan.views(wish, 64, colourless=False)
+    own = {"net": "efficientnet_lite0", "size": 64, "imagenet": True, "whole": False, "views": 4}
+    steps = plan.STEPS["head"][1]
+    own |= {"head_steps": steps, "steps": 10, "alone_steps": 10, "batch": 32, "ratio": 2}
+    own |= {"lr": 1e-3, "ema": 0.95, "weak": weak, "strong": strong}
+    made = plan.Plan(**own, hold=0.0, holdout=False, most=0)
+    wanted = plan.head(wish, made, False, made.net, 1280).dump()
+    found = recipes.RECIPES["eurosat_frozen_40"](penalty=recipes.PENALTY).dump()
+    aside = {"dataset", "labels", "device", "log_every", "eval_every", "checkpoint_every"}
+    assert {k for k in wanted if wanted[k] != found[k]} <= aside
