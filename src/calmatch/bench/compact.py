@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +55,7 @@ def collect(paths: Iterable[Path], suite: str | None = None) -> list[dict[str, A
         for place, run in enumerate(runs):
             other = runs[(place + 1) % len(runs)]
             todo.append((run, other if other is not run else None, folds.get(identity(run.config))))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda each: _line(*each), todo))
+    return [_line(*each) for each in todo]  # one by one: NumPy cannot read in threads on 3.11
 
 
 def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str, Any]:
