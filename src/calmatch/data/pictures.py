@@ -6,7 +6,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from PIL import Image
 
 from calmatch.data import cache, labels
 from calmatch.data.dataset import Dataset
-from calmatch.data.files import SUFFIXES, Files, Kept, Pixels, opened, stamp
+from calmatch.data.files import SUFFIXES, Files, Kept, Pixels, each, opened, stamp
 from calmatch.data.official import IMAGENET
 
 UNLABELLED = ("unlabelled", "unlabeled")
@@ -196,12 +195,11 @@ def decoded(
             return None
 
     def fill(pictures: Pixels | None) -> None:
-        with ThreadPoolExecutor() as pool:
-            for place, picture in enumerate(pool.map(one, range(len(files)))):
-                if picture is not None and pictures is not None:
-                    pictures[place] = picture
-                if seen is not None:
-                    seen(place + 1)
+        for place, picture in enumerate(each(one, len(files))):
+            if picture is not None and pictures is not None:
+                pictures[place] = picture
+            if seen is not None:
+                seen(place + 1)
         cache.note(record, broken)
 
     if strict or not record.exists():
