@@ -458,6 +458,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="targets with this text in their names")
+    parser.add_argument("--record", type=Path, help="a page with a place for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it hangs")))
@@ -485,7 +486,8 @@ def main() -> int:
         took = time.monotonic() - began
         lines.append(f"| {name} | {number:,} | {sum(bad.values())} |")
         print(f"{name}: {number:,} inputs, {sum(bad.values())} findings, {took:.0f} s", flush=True)
-    print("\n| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines))
+    table = "| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines)
+    print(f"\n{table}")
     for where, found in findings.items():
         print(f"{len(found):>6}  {where}\n        {found[0]}")
     if OUTSIDE.read_text() != '{"secret": 1}':

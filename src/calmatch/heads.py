@@ -235,7 +235,7 @@ def _features(
     for number, start in enumerate(range(0, len(images), BLOCK)):
         rows = torch.arange(start, min(start + BLOCK, len(images)))
         shape, before = (len(rows), 1 + 2 * views, width), bar.done
-        fill = functools.partial(_fill, net, parts, config, taken(images, rows), number, bar)
+        fill = functools.partial(_fill, net, parts, config, images, rows, bar)
         if kept:
             block = cache.array(f"features-{key}-{number}", shape, fill, np.float16)
         else:
@@ -257,13 +257,14 @@ def _fill(
     net: nn.Module,
     parts: Parts,
     config: Config,
-    pictures: Tensor,
-    number: int,
+    images: files.Images,
+    rows: Tensor,
     bar: log.Bar,
     found: NDArray[np.float16],
 ) -> None:
     """Features of a block of pictures; every view has its own stream of chance."""
-    device, pictures = parts.device, pictures.to(parts.device)
+    device, number = parts.device, int(rows[0]) // BLOCK
+    pictures = taken(images, rows).to(device)
     mean, std = (torch.tensor(v, device=device) for v in parts.statistics)
     views = (found.shape[1] - 1) // 2
     pipelines = {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)}
@@ -274,10 +275,10 @@ def _fill(
             made = pipelines[VIEWS[(place - 1) // views]](pictures, chance)
         size = 32 if device.type == "cpu" else 256  # what fits a CPU's cache
         for start in range(0, len(made), size):
-            images = normalise(made[start : start + size], mean, std)
-            out: Output = net(images.contiguous(memory_format=torch.channels_last))
+            some = normalise(made[start : start + size], mean, std)
+            out: Output = net(some.contiguous(memory_format=torch.channels_last))
             found[start : start + size, place] = out.features.cpu().numpy()
-            bar.advance(len(images))
+            bar.advance(len(some))
 
 
 def _key(net: nn.Module, images: files.Images, config: Config, views: int) -> str:
@@ -293,10 +294,12 @@ def _key(net: nn.Module, images: files.Images, config: Config, views: int) -> st
     total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     if isinstance(images, files.Files):
         total.update(files.stamp(images).encode())
+    elif isinstance(images, files.Kept):
+        total.update(images.key.encode() + images.rows.numpy().tobytes())
     else:
         total.update(str(tuple(images.shape)).encode())
-        for rows in torch.arange(len(images)).split(4096):
-            total.update(taken(images, rows).contiguous().numpy().data)
+        for block in images.split(4096):
+            total.update(block.contiguous().numpy().data)
     return total.hexdigest()
 
 
@@ -305,7 +308,8 @@ def timed(config: Config, parts: Parts, pictures: Tensor) -> float:
     net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
     found = np.zeros((len(pictures), 3, nets.feature_size(net, parts.size)), np.float16)
     with log.Bar("", 0, 0, True) as bar:
-        _fill(net, parts, config, pictures, 0, bar, found)  # the first time is slower
+        rows = torch.arange(len(pictures))
+        _fill(net, parts, config, pictures, rows, bar, found)  # the first time is slower
         began = time.perf_counter()
-        _fill(net, parts, config, pictures, 0, bar, found)
+        _fill(net, parts, config, pictures, rows, bar, found)
     return (time.perf_counter() - began) / len(pictures) / 3

@@ -191,7 +191,7 @@ class Stage:
 
     def moment(self, case: Case, out: Path, process: Process) -> None:
         """Wait for a moment of chance: any, or one at which something is being written."""
-        span = self.spans[case.name]
+        span = self.spans[case.name] * _left(case, out)
         share = self.chance.choice((0.2, 0.3, 0.5, 1.0))
         end = time.monotonic() + self.chance.uniform(0, share * span)
         sign = self.chance.choice(SIGNS) if case.runs and self.chance.random() < 0.5 else None
@@ -208,6 +208,14 @@ class Stage:
         if self.forks.poll(process) is not None:
             assert process.code == 0, f"ended with {process.code}: {process.told()[-800:]}"
             raise Missed
+
+
+def _left(case: Case, out: Path) -> float:
+    """About which share of the command is still to do, or most hits would come too late."""
+    if case.config is None:
+        return 1.0
+    saved = [int(path.stem) for path in out.rglob("checkpoint/*.safetensors")]
+    return max(0.2, 1 - max(saved, default=0) / case.config.steps)
 
 
 def _pictures(folder: Path) -> None:

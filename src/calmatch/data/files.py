@@ -87,6 +87,7 @@ class Kept:
 
     images: Tensor  # uint8 [M, 3, H, W], a memory map
     rows: Tensor  # [N]
+    key: str  # of the file, which says what it holds
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,7 +100,7 @@ class Kept:
         return self.images[self.rows[rows]]
 
     def some(self, rows: Sequence[int] | Tensor) -> Kept:
-        return Kept(self.images, self.rows[rows])
+        return Kept(self.images, self.rows[rows], self.key)
 
 
 Images = Tensor | Files | Kept

@@ -206,7 +206,7 @@ def decoded(
         (cache.folder() / f"{key}.npy").unlink(missing_ok=True)
     images: Kept | Files = files
     if not large:
-        images = Kept(cache.array(key, files.shape, fill), torch.arange(len(files)))
+        images = Kept(cache.array(key, files.shape, fill), torch.arange(len(files)), key)
     elif strict or not record.exists():
         fill(None)
     bad = json.loads(record.read_text("utf-8"))
