@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import random
@@ -121,6 +122,7 @@ def serve() -> list[str] | None:
     calmatch.results.RESAMPLES = FEW
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, "threads do not survive a fork"
+    gc.freeze()  # a collection in a child would copy every page of ours
     print("ready", flush=True)
     pending = b""
     while True:
