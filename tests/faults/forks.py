@@ -186,17 +186,18 @@ def _drop_rights() -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     words = serve()
-    if words is not None:
-        from calmatch.cli import main
+    if words is None:
+        os._exit(0)
+    from calmatch.cli import main
 
-        code: object = 1
-        try:
-            code = main(words)
-        except SystemExit as end:
-            code = end.code
-        except BaseException:
-            traceback.print_exc()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 0)  # taking the copy of it all apart is slow
+    code: object = 1
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)  # taking the copy of it all apart is slow

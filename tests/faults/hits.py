@@ -301,7 +301,7 @@ DONE = ("Report: ", "calmatch report ", "digits: ")  # the last words of each co
 
 
 def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int, ...]) -> None:
-    before = {path: path.stat().st_size for path in out.rglob("metrics.jsonl")}
+    before = _files(out)
     process = stage.start(case, out, plain=stage.chance.random() < 0.02)
     stage.moment(case, out, process)
     process.send(number)
@@ -309,14 +309,27 @@ def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int,
     code = stage.forks.wait(process)
     took = time.monotonic() - began
     told = process.told()
-    ours = bool(told) or out.exists()  # else Python itself was still starting
+    early = "init_import_site" in told  # Python itself was still starting
+    silent = not told and _files(out) == before  # so was calmatch
     after = any(words in told for words in DONE)  # all is done, Python is ending
-    assert code in (*codes, 0) or (code == -number and (after or not ours)), (code, told[-800:])
+    fine = code in (*codes, 0) or early or (code == -number and (silent or after))
+    assert fine, (code, told[-800:])
     if number != signal.SIGKILL:
         assert took < PATIENCE, f"answered {code} after {took:.1f} s"
-        sizes = {path: path.stat().st_size for path in out.rglob("metrics.jsonl")}
-        for path in (path for path, size in sizes.items() if size and size != before.get(path)):
-            assert list(path.parent.glob("checkpoint/*.safetensors")), "stopped without checkpoint"
+        for path, facts in _files(out).items():
+            if path.name == "metrics.jsonl" and facts[0] and facts != before.get(path):
+                saved = list(path.parent.glob("checkpoint/*.safetensors"))
+                assert saved, "stopped without checkpoint"
+
+
+def _files(out: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of every file."""
+    found = {}
+    for path in out.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.stat()
+            found[path] = (facts.st_size if path.is_file() else 0, facts.st_mtime_ns)
+    return found
 
 
 def kill(stage: Stage, case: Case, out: Path) -> None:
@@ -417,9 +430,8 @@ def damage(stage: Stage, case: Case, out: Path) -> None:
         stage.forks.wait(process)
     if any((path.parent.parent / "result.json").exists() for path in out.rglob("checkpoint/*")):
         raise Missed  # a finished run reads no checkpoint
-    newest = stage.chance.choice(
-        [sorted(f.glob("*.safetensors"))[-1] for f in out.rglob("checkpoint") if any(f.iterdir())]
-    )
+    every = [sorted(folder.glob("*.safetensors")) for folder in out.rglob("checkpoint")]
+    newest = stage.chance.choice([paths[-1] for paths in every if paths])
     data = bytearray(newest.read_bytes())
     if stage.chance.random() < 0.4:
         data = data[: stage.chance.randrange(len(data))]
