@@ -7,6 +7,8 @@ import torch
 
 from calmatch import data
 from calmatch.data.batches import Order
+from calmatch.data.files import Kept
+from calmatch.data.resident import source
 from calmatch.data.split import long_tail, split
 from calmatch.setup import prepare
 from conftest import GOLDEN
@@ -131,3 +133,20 @@ def test_a_batch_larger_than_its_set_is_cut_and_said(tiny):
     parts = prepare(tiny(batch=100, ratio=1))
     assert len(parts.batches[0].y) == 16
     assert any("16 labelled pictures, so batches hold 16" in note for note in parts.notes)
+
+
+@pytest.mark.parametrize("kind", ["resident", "stream", "kept"])
+def test_every_source_gives_the_same_pictures_whoever_asks(kind):
+    images = torch.arange(40 * 12, dtype=torch.int64).to(torch.uint8).view(40, 3, 2, 2)
+    rows = torch.arange(38, 0, -3)
+    held = Kept(images, torch.arange(40)) if kind == "kept" else images
+    wanted = "auto" if kind == "kept" else kind
+    found = source(held, rows, torch.device("cpu"), wanted, 0.5, 0)
+    found.plan = lambda number: torch.arange(4 * number, 4 * number + 4)
+    assert len(found) == len(rows)
+    assert torch.equal(torch.cat(list(found.batches(5))), images[rows])
+    assert torch.equal(torch.cat(list(found.unchanged(5))), images[rows])
+    assert torch.equal(found.chunk(1), images[rows[4:8]])
+    assert torch.equal(
+        torch.cat(list(found.some(torch.tensor([2, 0])).batches(5))), images[rows[[2, 0]]]
+    )

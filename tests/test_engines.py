@@ -19,6 +19,7 @@ from calmatch.bench import job as jobs
 from calmatch.bench.board import Board
 from calmatch.bench.engines import Slot
 from calmatch.bench.job import Job
+from calmatch.bench.rows import Cell
 from calmatch.options import BenchOptions
 from conftest import ALONE, calmatch
 
@@ -160,7 +161,7 @@ def stand_in(tiny, monkeypatch):
     def rows():
         """For tests."""
         return [
-            suites.Cell("tiny", method, "synthetic_16", 0, tiny(method), "made up")
+            Cell("tiny", method, "synthetic_16", 0, tiny(method), "made up")
             for method in ("supervised", "fixmatch")
         ]
 

@@ -21,6 +21,7 @@ from calmatch import data, fit, heads, judge, model, plan, trainer
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
+from calmatch.data.split import folds
 from calmatch.setup import prepare
 from conftest import ALONE
 
@@ -307,7 +308,7 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
 @pytest.mark.parametrize("counts", [(4, 4, 4), (1, 2, 9), (2, 2), (30, 3, 1)])
 def test_folds_hold_every_label_once_but_the_only_ones(counts):
     labels = [k for k, count in enumerate(counts) for _ in range(count)]
-    found = judge.folds(labels, 0)
+    found = folds(labels, 0)
     places = sorted(place for fold in found for place in fold)
     assert places == [k for k, label in enumerate(labels) if counts[label] > 1]
     for fold in found:

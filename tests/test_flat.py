@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from calmatch import nets, optim
+from calmatch import nets, ops, optim
 from calmatch.flat import Flat, lowered
-from calmatch.step import follow
 
 
 def network(dtype=torch.float64) -> nets.Net:
@@ -60,7 +59,8 @@ def test_a_flat_step_is_the_optimizers_step(name, momentum, clip):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if momentum:
-            follow(ema, net, momentum)
+            pairs = zip(ema.state_dict().values(), net.state_dict().values(), strict=True)
+            ops.follow(list(pairs), momentum)
         loss(flat.net, step).backward()
         if step == 1:
             flat.settle()

@@ -37,7 +37,7 @@ class Poisoned(FixMatch):
         x = plan.labelled.logits.sum()
         poison = {
             "loss": now * (x * 0 + 1).div(1 - now),
-            "gradient": (x * 0 + 1 - now).sqrt(),
+            "gradient": ((x - x.detach()) * now + 1 - now).sqrt(),  # compilers drop x * 0
             "moment": now * x * 1e25,
         }[self.kind]
         return plan._replace(extra={"poison": poison})

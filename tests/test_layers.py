@@ -25,6 +25,8 @@ LAYERS = [
         "environment",
         "evaluate",
         "examples",
+        "scaled",
+        "views",
         "checkpoint",
         "log",
         "results",

@@ -179,3 +179,12 @@ def test_efficientnet_lite0_equals_the_package_its_weights_come_from():
     images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(images).logits, theirs(images), atol=1e-4, rtol=0)
+
+
+def test_only_the_class_token_goes_through_the_last_block_and_nothing_changes():
+    net = tiny_vit().double().train()
+    images = torch.randn(5, 3, *net.patch_embed.img_size, dtype=torch.float64)
+    torch.manual_seed(0)
+    features = net.forward_head(net.forward_features(images), pre_logits=True)
+    torch.manual_seed(0)
+    torch.testing.assert_close(net(images).features, features, rtol=0, atol=1e-12)

@@ -73,6 +73,10 @@ def standins(monkeypatch):
 
         return build
 
+    def packed(*, name: str, size: int = 0):
+        return STANDINS.setdefault(f"packed {name}", standin(name, 16))
+
+    monkeypatch.setitem(datasets.DATASETS, "packed", packed)
     for name in ("cifar10", "cifar100", "cifar100_lt", "stl10", "eurosat"):
         monkeypatch.setitem(datasets.DATASETS, name, STANDINS.setdefault(name, make(name)))
 
@@ -140,7 +144,7 @@ def test_every_cell_builds_its_real_configuration():
         augment.pipeline(found.weak), augment.pipeline(found.strong)
         method = methods.build(found.method, task)
         text = found.unlabelled_loss or method.losses["unlabelled"]
-        losses.build(f"{text} + {found.penalty}" if found.penalty else text)
+        losses.build(f"{text} + {found.penalty}" if found.penalty else text, 10, 40)
         warned = setup.warnings(found, method, 100 if "cifar100" in found.dataset else 10)
         starving = (cell.suite, found.method.split("(")[0], found.penalty)
         assert bool(warned) == (starving in STARVED)

@@ -365,7 +365,7 @@ def test_seeds_trained_together_equal_seeds_trained_alone_and_resume(tiny, tmp_p
 
 
 def test_runs_together_must_differ_in_seed_only_and_need_own_folders(tiny, tmp_path):
-    with pytest.raises(ValueError, match="may differ in seed"):
+    with pytest.raises(ValueError, match="may differ in their seeds"):
         trainer.together([tiny(), tiny(lr=0.1)], [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(ValueError, match="a folder each"):
         trainer.together([tiny(), tiny(seed=1)], [tmp_path / "a", tmp_path / "a"])

@@ -147,7 +147,9 @@ class Lane:
         self.objective = parts.objective(self.flat.net)
         self.forward: Callable[[nn.Module, Batch, Tensor], Values] = _forward
         if compiled:
-            self.forward = torch.compile(_forward, fullgraph=True, dynamic=False)
+            self.forward = torch.compile(
+                _forward, fullgraph=True, dynamic=False, options={"combo_kernels": True}
+            )
         place = self.place.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -103,11 +103,13 @@ class Writer:
         self.folder, self.every = folder, every
         self.pool = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
+        self.copies: dict[str, Tensor] = {}
 
     def save(self, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint; an error of the one before is raised here."""
         self.wait()
-        self.pending = self.pool.submit(save, self.folder, step, copied(tensors), note, self.every)
+        held = copied(tensors, self.copies)
+        self.pending = self.pool.submit(save, self.folder, step, held, note, self.every)
 
     def wait(self) -> None:
         """Until what was begun is on disk."""
@@ -125,12 +127,22 @@ class Writer:
             self.pool.shutdown()
 
 
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host that later steps do not change."""
-    return {
-        k: t.detach().contiguous().clone() if t.device.type == "cpu" else t.detach().cpu()
-        for k, t in tensors.items()
-    }
+def copied(
+    tensors: Mapping[str, Tensor], copies: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Copies on the host that later steps do not change, in memory that may be used again.
+
+    It is page-locked, so that a device copies in hundredths of the time.
+    """
+    copies = {} if copies is None else copies
+    for name, tensor in tensors.items():
+        held = copies.get(name)
+        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name].copy_(tensor.detach(), non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return {name: copies[name] for name in tensors}
 
 
 def save(

@@ -26,6 +26,8 @@ class Config:
     """Chooses which pictures are labelled, apart from `seed`."""
     validation: float = 0.0
     """Share of each class's training pictures held out, with labels, to choose a checkpoint."""
+    fold: int = 0
+    """Hold out this fold of the labels (1, 2, ...), to be predicted at the end; 0: none."""
     include_labelled: bool = True
     """Whether the labelled pictures also serve as unlabelled ones, as the field does."""
     method: str = "fixmatch"
@@ -40,6 +42,8 @@ class Config:
     """Loss on unlabelled pictures; empty: the method's own."""
     penalty: str = ""
     """Added to the unlabelled loss, `margin(m=10)` for example."""
+    aware: float = 0.0
+    """Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never."""
     weak: str = "flip|crop(4)"
     """The weak view: transforms joined by |."""
     strong: str = "flip|crop(4)|cutout(0.5)"
@@ -188,7 +192,7 @@ LEAST = {
     "eval_batch": 1,
 }
 MOST = 1e300  # beyond it arithmetic overflows
-SHARES = ("memory", "validation", "momentum", "layer_decay", "ema")
+SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
 
 
 @functools.cache
@@ -222,6 +226,11 @@ def check(config: Config) -> None:
                 f"{part.name!r} contains the cross-entropy and would count it twice; "
                 f"write --unlabelled-loss {config.penalty!r} instead of --penalty."
             )
+
+
+def seedless(config: Config) -> Config:
+    """What runs that are trained together have in common."""
+    return config.replace(seed=0, split_seed=0, fold=min(config.fold, 1))
 
 
 def selection(config: Config) -> str | None:

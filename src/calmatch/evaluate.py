@@ -16,6 +16,7 @@ from calmatch import metrics, runfiles
 from calmatch.augment.basic import normalise
 from calmatch.core import Method
 from calmatch.data.resident import Source
+from calmatch.views import Changed
 
 
 class Predictor:
@@ -44,7 +45,7 @@ class Predictor:
         self.forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
 
     @torch.inference_mode()
-    def __call__(self, pictures: Source) -> Tensor:
+    def __call__(self, pictures: Source | Changed) -> Tensor:
         """Log-probabilities [N, C] in float32 on the CPU."""
         training = self.net.training
         self.net.eval()
@@ -65,7 +66,7 @@ class Predictor:
 def predict(
     net: nn.Module,
     method: Method,
-    pictures: Source,
+    pictures: Source | Changed,
     statistics: tuple[Sequence[float], Sequence[float]],
     batch: int,
 ) -> Tensor:

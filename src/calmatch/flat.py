@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from calmatch import ops
+
 CAST = (nn.Linear, nn.Conv2d)  # autocast computes these, weight and bias, in bfloat16
 
 
@@ -95,10 +97,7 @@ class Flat:
                 self.update(*long, keep, rate, root, part.first, part.second)
             else:
                 self.update(*long, self.decay, rates, part.first, self.beta)
-        for mean, value in self.others:
-            mean.copy_(value) if not mean.is_floating_point() else mean.lerp_(
-                value, 1 - self.momentum
-            )
+        ops.follow(self.others, self.momentum)
 
     def settle(self) -> None:
         """Leave out weights that got no gradient just now, as torch's optimizers do."""

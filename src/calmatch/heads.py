@@ -104,6 +104,10 @@ class Rows(Resident):
         for rows in self.images.split(size):
             yield self.store.plain(rows)
 
+    def unchanged(self, size: int) -> Iterator[Tensor]:
+        """Row numbers in order: the views of features are stored too."""
+        yield from self.images.split(size)
+
 
 class Head(nn.Module):
     """One linear layer that starts at zero: every class equally likely."""
@@ -152,6 +156,7 @@ class Frozen:
                 f"use freematch, or train the whole network (--no-frozen)."
             )
         method.picture = (features, 1, 1)
+        method.threshold = base.method.threshold  # which may know of a margin
         net = nets.Net(Head(features, classes), {}).to(device)
         momentum = method.ema if config.ema is None else config.ema
         own_pool = split.unlabelled == base.split.unlabelled

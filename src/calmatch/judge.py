@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
 from calmatch import evaluate, metrics, posthoc, trainer
 from calmatch.config import Config
-from calmatch.data.split import Split
+from calmatch.data.split import Split, folds
 from calmatch.heads import Frozen, Rows
 
-FOLDS = 5  # at most
 Told = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
 
 
@@ -26,28 +24,6 @@ class Judged(NamedTuple):
     labels: Tensor  # [n]
     rows: list[int]  # of the training pictures, or of the held-out ones
     crossfit: bool  # by sister models; False: held out, by the model itself
-
-
-def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
-    """Places of labels in two to five folds; a class's only label is in none.
-
-    There are as many folds as labels of a typical class, and every class starts with the first, so
-    that what is left to learn from stays as balanced as it was: a class that lost more labels than
-    the others would be guessed less often, and just its labels are judged.
-
-    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
-    [2, 2, 2]
-    """
-    random = np.random.default_rng([seed, 12])
-    y = np.asarray(labels)
-    counts = np.unique(y, return_counts=True)[1]
-    number = int(np.clip(np.median(counts), 2, FOLDS))
-    found: list[list[int]] = [[] for _ in range(number)]
-    for k in np.unique(y):
-        own = random.permutation(np.flatnonzero(y == k))
-        for place, row in enumerate(own if len(own) > 1 else []):
-            found[place % number].append(int(row))
-    return [fold for fold in found if fold]
 
 
 def crossfit(

@@ -64,19 +64,24 @@ def entropy(term: Term, *, weight: float = 0.1, where: Where = "all") -> Tensor:
 def margin(
     term: Term,
     *,
-    m: float = 10.0,
+    m: float | Literal["labels"] = 10.0,
     weight: float = 0.1,
     where: Where = "agree",
     accepted: bool = True,
     cap: float | None = None,
+    gate: bool = False,
 ) -> Tensor:
     """The paper's penalty on logit distances beyond a margin, averaged over the selected rows.
 
     `where="agree"` is the paper's U''. `accepted=False` drops the threshold, as the paper's
-    equation is written. `cap` states the margin as a ceiling on confidence instead.
+    equation is written. `cap` states the margin as a ceiling on confidence instead, and
+    `m="labels"` as what the labels can show (`build` fills it in). `gate` lets the penalty act
+    only while the trusted rows are more confident on average than their views agree.
     """
     if cap is not None:
         m = cap_margin(cap, term.logits.shape[-1])
+    if isinstance(m, str):
+        raise ValueError("m='labels' needs the number of labels: losses.build(..., labelled=N).")
     between("m", m, 0, math.inf)
     share = (term.weight if accepted else torch.ones_like(term.weight)).detach()
     share = share.clamp_min(0) * _inside(term, where)
@@ -85,7 +90,14 @@ def margin(
     # summed over ranks, so that the mean is over the whole batch's selected rows
     selected = parallel.average(share.sum())
     floor = torch.finfo(share.dtype).tiny
-    return weight * (share * beyond).sum() / selected.clamp_min(floor)
+    value = weight * (share * beyond).sum() / selected.clamp_min(floor)
+    return value * _overconfident(term) if gate else value
+
+
+def _overconfident(term: Term) -> Tensor:
+    """1 if the trusted rows are more confident on average than they agree with their targets."""
+    ahead = term.logits.detach().softmax(-1).amax(-1) - _inside(term, "agree")
+    return (parallel.average((term.weight.detach() * ahead).sum()) > 0).to(term.logits.dtype)
 
 
 def cap_margin(cap: float, classes: int) -> float:
@@ -105,6 +117,27 @@ def ceiling(m: float, classes: int) -> float:
     0.858
     """
     return 1 / (1 + (classes - 1) * math.exp(-m))
+
+
+def labels_margin(labelled: int, classes: int) -> float:
+    """The margin whose cap is (n + 1) / (n + 2): what n labels, all predicted right, can show.
+
+    Laplace's rule of succession; a classifier that claims more has no labels to prove it with.
+
+    >>> round(labels_margin(40, 10), 2), round(labels_margin(400, 100), 2)
+    (5.91, 10.59)
+    """
+    return cap_margin((labelled + 1) / (labelled + 2), classes)
+
+
+def margins(loss: Loss, classes: int) -> list[float]:
+    """The margins in a loss that `build` made."""
+    parts = getattr(loss, "parts", {"": loss}).values()
+    found = [part.keywords for part in parts if getattr(part, "func", None) is margin]
+    return [
+        cap_margin(own["cap"], classes) if own.get("cap") is not None else own.get("m", 10.0)
+        for own in found
+    ]
 
 
 LOSSES: Mapping[str, Callable[..., Tensor]] = {
@@ -128,11 +161,13 @@ class Sum:
         return torch.stack([part(term) for part in self.parts.values()]).sum()
 
 
-def build(text: str, classes: int = 10) -> Loss:
+def build(text: str, classes: int = 10, labelled: int = 0) -> Loss:
     """The loss a spec names, `"cross_entropy + margin(m=8)"` for example."""
     parts: dict[str, functools.partial[Tensor]] = {}
     for item in spec.added(text):
         bound = spec.bind(item, LOSSES, "loss", given=1)
+        if bound.func is margin and bound.keywords.get("m") == "labels" and labelled:
+            bound = functools.partial(bound, m=labels_margin(labelled, classes))
         _try(bound, text, classes)
         name = item.name.rpartition(".")[2]
         same = sum(key.split("#")[0] == name for key in parts)

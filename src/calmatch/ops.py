@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Generator, Tensor
 
@@ -73,6 +75,14 @@ def normal(generator: Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
+def beta(generator: Generator, alpha: float) -> Tensor:
+    """One draw from Beta(alpha, alpha)."""
+    both = torch._standard_gamma(
+        torch.full((2,), alpha, device=generator.device), generator=generator
+    )
+    return both[0] / both.sum().clamp_min(1e-30)
+
+
 def ramp(step: Tensor, length: float) -> Tensor:
     """Rises from 0 at step 0 to 1 at `length`, as a tensor of the default type."""
     return (step / max(length, 1e-9)).clamp(0, 1)
@@ -106,3 +116,14 @@ def quarter_turns(images: Tensor) -> Tensor:
 def unit(features: Tensor) -> Tensor:
     """Rows of length one."""
     return torch.nn.functional.normalize(features, dim=-1)
+
+
+@torch.no_grad()
+def follow(pairs: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
+    """Move each average towards its value; counters are copied."""
+    floats = [pair for pair in pairs if pair[0].is_floating_point()]
+    if floats:
+        torch._foreach_lerp_([mean for mean, _ in floats], [v for _, v in floats], 1 - momentum)
+    for mean, value in pairs:
+        if not mean.is_floating_point():
+            mean.copy_(value)

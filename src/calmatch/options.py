@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -200,8 +201,12 @@ class BenchOptions:
     """The Ray cluster's address; by default Ray starts on this machine."""
     jobs: int = 0
     """Runs at once on a device (card, or CPU); 0: three seeds a card, one a core."""
+    minutes: float = math.inf
+    """Stop after so long, by checkpoint; a run that would not be done by then is not begun."""
+    known: tuple[Path, ...] = ()
+    """Files of compact results (results/*.jsonl); runs that stand in them are not made again."""
     only: str = ""
-    """Only runs with this text in row, column or folder."""
+    """Only runs with this text, or one of several with commas between, in row, column or folder."""
     dry_run: bool = False
     """Print the runs, how they stand and how long they will take; run none."""
     index: int | None = None

@@ -18,7 +18,8 @@ from calmatch.core import Method
 from calmatch.data.files import Images
 from calmatch.data.pictures import Pictures
 from calmatch.data.resident import taken
-from calmatch.judge import FOLDS
+from calmatch.data.split import FOLDS
+from calmatch.recipes import METHOD, PENALTY
 from calmatch.setup import Parts, pick_device, prepare
 
 PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
@@ -35,8 +36,8 @@ class Wish:
     labels: Path | None = None
     minutes: float = 10.0
     start: Path | None = None
-    method: str = "freematch"
-    penalty: str = "margin(cap=0.98)"
+    method: str = METHOD
+    penalty: str = PENALTY
     net: str | None = None
     frozen: bool | None = None
     size: int | None = None

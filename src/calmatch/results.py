@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from calmatch import checkpoint, evaluate, examples, log, metrics, parallel, runfiles, spec
+from calmatch import checkpoint, evaluate, examples, log, parallel, runfiles, scaled, spec, views
 from calmatch import config as configs
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
@@ -100,7 +100,7 @@ def finished(folder: Path, config: Config) -> Run | None:
     path = folder / "config.json"
     if not path.exists():
         return None
-    try:
+    try:  # a field that is younger than the run had its default
         before = Config().dump() | runfiles.read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
@@ -160,24 +160,49 @@ def finish(
     if best:
         net.load_state_dict(best)
     pictures, labels = parts.sets["test"]
-    log_probs = evaluate.predict(net, parts.method, pictures, parts.statistics, config.eval_batch)
+    log_probs = _predict(config, parts, pictures, net)
     unlabelled = _unlabelled(config, parts)
+    averaged = parts.momentum > 0 and not best and not parts.method.ema
+    plain = _predict(config, parts, pictures, parts.net) if averaged else None
+    held_out, truth = parts.sets.get("validation", (None, labels))
+    held = None
+    if config.fold and held_out:
+        held = [_predict(config, parts, held_out, one) for one in (net, parts.net)]
     if parallel.rank() == 0:
         log.tell("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
         packed = io.BytesIO()
-        np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy())
+        more: dict[str, Any] = {} if plain is None else {"plain_log_probs": plain.numpy()}
+        if held is not None:
+            more |= {"held_labels": truth.numpy(), "held_log_probs": held[0].numpy()}
+            more |= {"plain_held_log_probs": held[1].numpy()} if averaged else {}
+        np.savez_compressed(packed, log_probs=log_probs.numpy(), labels=labels.numpy(), **more)
         checkpoint.write(folder / "predictions.npz", packed.getvalue())
         seen = examples.Seen(log_probs, _take(pictures))
-        examples.write(folder, seen, labels, unlabelled)
+        examples.write(folder, seen, labels, unlabelled[0] if unlabelled else None)
         result = _result(folder, config, parts, log_probs, labels)
+        if unlabelled:
+            views.write(folder, unlabelled[1])
+            result["temperature_scaled"]["views"] = scaled.without_labels(
+                unlabelled[1], log_probs, labels
+            )
+        if plain is not None:  # what the run would have been without averaged weights
+            found = evaluate.measure(plain, labels)
+            result["plain"] = {"metrics": {k: v._asdict() for k, v in found.items()}}
+            result["plain"]["temperature_scaled"] = scaled.with_labels(plain, labels)
         result["step"] = best_step or config.steps
         checkpoint.write_json(folder / "result.json", result)
     parallel.meet()
     return load(folder)
 
 
-def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
+def _predict(
+    config: Config, parts: Parts, pictures: Source | views.Changed, net: nn.Module
+) -> Tensor:
+    return evaluate.predict(net, parts.method, pictures, parts.statistics, config.eval_batch)
+
+
+def _unlabelled(config: Config, parts: Parts) -> tuple[examples.Seen, views.Views] | None:
     """Predictions of unlabelled pictures, or of a sample; labelled ones among them are left out."""
     pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
     new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
@@ -185,10 +210,12 @@ def _unlabelled(config: Config, parts: Parts) -> examples.Seen | None:
         return None
     some = examples.sample(new, stream_seed(config.seed, 7))
     pictures = parts.batches.sources["u"].some(some)
-    log_probs = evaluate.predict(
-        parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
-    )
-    return examples.Seen(log_probs, _take(pictures), rows=pool[some], whole=len(new))
+    found = {"plain": _predict(config, parts, pictures, parts.judged)}
+    for name, transform in parts.batches.views.items():
+        changed = views.Changed(pictures, transform, config.seed)
+        found[name] = _predict(config, parts, changed, parts.judged)
+    seen = examples.Seen(found["plain"], _take(pictures), rows=pool[some], whole=len(new))
+    return seen, views.Views(found, parts.truth[some.to(parts.truth.device)].cpu())
 
 
 def _take(pictures: Source) -> examples.Take:
@@ -226,7 +253,7 @@ def _result(
         },
         "metrics": measured,
         "best_on_test": best_on_test(lines),
-        "temperature_scaled": temperature_scaled(log_probs, labels),
+        "temperature_scaled": scaled.with_labels(log_probs, labels),
         "interval": "95 % bootstrap over test pictures, one seed",
         "notes": [*parts.notes, *_rollbacks(lines)],
     }
@@ -246,23 +273,6 @@ def best_on_test(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     tested = [line for line in lines if line["kind"] == "test"]
     best = min(tested, key=lambda line: line["error"])
     return {"evaluations": len(tested), **{k: best[k] for k in ("step", "error", "ece", "nll")}}
-
-
-def temperature_scaled(log_probs: Tensor, labels: Tensor) -> dict[str, dict[str, float]]:
-    """ECE and NLL of the test set after temperature scaling.
-
-    `crossfit`: each half scaled by the temperature of the other half's labels. `oracle`: by the
-    temperature of the same labels, a bound that no honest temperature reaches in NLL.
-    """
-    from calmatch import posthoc
-
-    found = {}
-    ways = {"crossfit": posthoc.temperature_scaled, "oracle": posthoc.oracle_scaled}
-    for way, scale in ways.items():
-        probs = evaluate.probabilities(scale(log_probs, labels))
-        chosen = metrics.summary(probs, labels, ("ece", "nll"), resamples=0)
-        found[way] = {metric: item.value for metric, item in chosen.items()}
-    return found
 
 
 def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[str, float]:

@@ -16,7 +16,7 @@ from calmatch.config import Config, selection
 from calmatch.core import Loss, Method, Objective, Task
 from calmatch.data.batches import Batches, stream_seed
 from calmatch.data.resident import Source, source
-from calmatch.data.split import Split, split
+from calmatch.data.split import Split, split, without
 from calmatch.metrics import METRICS
 
 Statistics = tuple[Sequence[float], Sequence[float]]
@@ -80,7 +80,9 @@ def prepare(config: Config) -> Parts:
         net = net.to(memory_format=torch.channels_last)  # what its convolutions compute in
     momentum = method.ema if config.ema is None else config.ema
     ema = copy.deepcopy(net).requires_grad_(False) if momentum else net
-    labelled_loss, unlabelled_loss = losses_of(config, method, len(dataset.classes))
+    labelled_loss, unlabelled_loss = losses_of(config, method)
+    starved = warnings(config, method, len(dataset.classes))
+    method.threshold = reachable(config, method, unlabelled_loss)
     batch, unlabelled_batch, notes = _sizes(config, chosen, method)
     batches = Batches(
         method,
@@ -111,7 +113,7 @@ def prepare(config: Config) -> Parts:
         batches=batches,
         size=size,
         title=title(config),
-        notes=[*nets.pretrained.messages, *notes, *warnings(config, method, len(dataset.classes))],
+        notes=[*nets.pretrained.messages, *notes, *starved],
     )
 
 
@@ -134,9 +136,11 @@ def pick_device(name: str) -> torch.device:
 
 def _split(config: Config, dataset: data.Dataset) -> Split:
     counts = dataset.labelled_counts
+    if config.fold and config.validation:
+        raise ValueError("--fold and --validation both hold pictures out; choose one.")
     if config.labels == 0 and counts is None:
         raise ValueError(f"{config.dataset} does not say how many labels; set --labels.")
-    return split(
+    found = split(
         dataset.labels.numpy(),
         counts if config.labels == 0 and counts else config.labels,
         config.split_seed,
@@ -146,6 +150,8 @@ def _split(config: Config, dataset: data.Dataset) -> Split:
         whole_pool=dataset.whole_pool,
         shuffle_first=dataset.shuffle_first,
     )
+    own = dataset.labels[found.labelled].tolist()
+    return without(found, own, config.fold, config.split_seed) if config.fold else found
 
 
 def _check_sets(config: Config, chosen: Split, tested: int) -> None:
@@ -169,22 +175,25 @@ def title(config: Config) -> str:
 
 def warnings(config: Config, method: Method, classes: int) -> list[str]:
     """What a person should know before hours are spent."""
-    threshold = float(getattr(method, "threshold", 0.0))
-    notes = []
-    for text in (config.penalty, config.unlabelled_loss):
-        for part in spec.added(text) if text else []:
-            if part.name != "margin":
-                continue
-            cap = part.kwargs.get("cap")
-            m = float(part.kwargs.get("m", part.args[0] if part.args else 10.0))
-            limit = losses.ceiling(m, classes) if cap is None else float(cap)
-            if limit < threshold:
-                notes.append(
-                    f"Warning: {part.name} caps confidence at {limit:.3f}, under the threshold "
-                    f"{threshold} of {config.method}: it will run out of pseudo-labels. Raise m "
-                    f"or lower the threshold."
-                )
-    return notes
+    texts = [text for text in (config.penalty, config.unlabelled_loss) if text]
+    if not texts or config.aware:
+        return []
+    loss = losses.build(" + ".join(texts), classes, method.task.labelled)
+    caps = [losses.ceiling(m, classes) for m in losses.margins(loss, classes)]
+    return [
+        f"Warning: margin caps confidence at {cap:.3f}, under the threshold "
+        f"{method.threshold} of {config.method}: it will run out of pseudo-labels. Raise m, "
+        f"lower the threshold, or set --aware 0.7."
+        for cap in caps
+        if cap < method.threshold
+    ]
+
+
+def reachable(config: Config, method: Method, loss: Loss) -> float:
+    """The method's fixed threshold, or less where a margin keeps confidence from reaching it."""
+    classes = method.task.classes
+    found = losses.margins(loss, classes) if config.aware else []
+    return min([method.threshold, *(losses.ceiling(config.aware * m, classes) for m in found)])
 
 
 def _model(
@@ -210,14 +219,15 @@ def _model(
     return method, net
 
 
-def losses_of(config: Config, method: Method, classes: int) -> tuple[Loss, Loss]:
+def losses_of(config: Config, method: Method) -> tuple[Loss, Loss]:
     if not method.u_views and (config.penalty or config.unlabelled_loss):
         raise ValueError(f"{config.method} uses no unlabelled pictures, so it takes no penalty.")
     labelled = config.labelled_loss or method.losses["labelled"]
     unlabelled = config.unlabelled_loss or method.losses["unlabelled"]
     if config.penalty:
         unlabelled = f"{unlabelled} + {config.penalty}"
-    return losses.build(labelled, classes), losses.build(unlabelled, classes)
+    known = method.task.classes, method.task.labelled
+    return losses.build(labelled, *known), losses.build(unlabelled, *known)
 
 
 def _sizes(config: Config, chosen: Split, method: Method) -> tuple[int, int, list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calmatch import evaluate, log, optim
+from calmatch import evaluate, log, ops, optim
 from calmatch.config import Config
 from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
@@ -64,7 +64,10 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if parts.momentum:
-            follow(parts.ema, parts.net, parts.momentum)
+            pairs = zip(
+                parts.ema.state_dict().values(), parts.net.state_dict().values(), strict=True
+            )
+            ops.follow(list(pairs), parts.momentum)
         self.sums.add(values)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,14 +105,3 @@ class Training:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
-@torch.no_grad()
-def follow(ema: nn.Module, net: nn.Module, momentum: float) -> None:
-    """Move averaged weights towards the net's; counters are copied."""
-    pairs = list(zip(ema.state_dict().values(), net.state_dict().values(), strict=True))
-    floats = [pair for pair in pairs if pair[0].is_floating_point()]
-    torch._foreach_lerp_([a for a, _ in floats], [b for _, b in floats], 1 - momentum)
-    for mean, value in pairs:
-        if not mean.is_floating_point():
-            mean.copy_(value)

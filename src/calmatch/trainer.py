@@ -33,8 +33,8 @@ def together(
     """Train runs that differ in their seeds only side by side on one device, each as if alone."""
     for config in settings:
         configs.check(config)
-    if len({config.replace(seed=0, split_seed=0) for config in settings}) > 1:
-        raise ValueError("Runs that are trained together may differ in seed and split_seed only.")
+    if len({configs.seedless(config) for config in settings}) > 1:
+        raise ValueError("Runs that are trained together may differ in their seeds and fold only.")
     folders = [
         Path(out) if out is not None else Path("runs") / results.name(config)
         for config, out in zip(settings, outs, strict=True)

@@ -11,7 +11,7 @@ from calmatch.core import Task
 from calmatch.data.batches import Batches, stream_seed
 from calmatch.data.split import Split
 from calmatch.heads import VIEWS, Frozen, Head, Rows, Store
-from calmatch.setup import Parts, losses_of
+from calmatch.setup import Parts, losses_of, reachable
 
 
 def given(config: Config, features: Tensor, labels: Tensor, classes: int, views: int = 4) -> Frozen:
@@ -39,7 +39,8 @@ def given(config: Config, features: Tensor, labels: Tensor, classes: int, views:
     width = x.shape[1]
     task = Task(classes, len(rows.labelled), len(x), width, config.steps, (1,) * classes)
     method = methods.build(config.method, task)
-    labelled_loss, unlabelled_loss = losses_of(config, method, classes)
+    labelled_loss, unlabelled_loss = losses_of(config, method)
+    method.threshold = reachable(config, method, unlabelled_loss)
     nothing = Rows(store, torch.arange(0))
     net = nets.Net(Head(width, classes), {})
     base = Parts(

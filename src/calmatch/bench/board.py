@@ -75,7 +75,7 @@ class Board:
         elif state == "kept":
             item.step = job.config.steps
             self._say(item, "kept: another process finished it" if before == "held" else "")
-        elif state != before:
+        elif state not in (before, "left"):  # what is left is counted at the end
             self._say(item, f"{state} {note}".strip())
 
     def tick(self) -> None:

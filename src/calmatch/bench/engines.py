@@ -1,7 +1,8 @@
-"""The local engine: a queue of runs over this machine's devices, each run a process of its own."""
+"""The local engine: a queue of runs over this machine's devices, seeds of a cell in a process."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -12,17 +13,17 @@ from typing import NamedTuple
 from calmatch.bench import job as jobs
 from calmatch.bench.board import Board
 from calmatch.bench.job import Job
-from calmatch.config import Config
+from calmatch.config import seedless
 
 TOGETHER = 3  # seeds side by side on one card: 1.3 times as fast as one by one on an H200
 
 
 class Slot(NamedTuple):
-    """A place for one process at a time: its name and what it adds to the environment."""
+    """A place for runs: its name and what it adds to their environment."""
 
     name: str
     env: Mapping[str, str]
-    together: int = 1  # runs that differ in their seeds only and may share the process
+    together: int = 1  # runs at once; those that differ in their seeds only share a process
 
 
 def slots(runs: int, per_device: int = 0) -> list[Slot]:
@@ -41,7 +42,8 @@ def slots(runs: int, per_device: int = 0) -> list[Slot]:
     if kind != "cuda":
         n = per_device or 1
         return [Slot(kind, {"OMP_NUM_THREADS": str(max(1, cores // n))}) for _ in range(n)]
-    env = {"OMP_NUM_THREADS": str(max(1, cores // len(cards)))}
+    processes = len(cards) * max(1, per_device // TOGETHER)
+    env = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     return [
         Slot(f"cuda {card}", {**env, "CUDA_VISIBLE_DEVICES": card}, per_device or TOGETHER)
         for card in cards
@@ -58,39 +60,56 @@ def devices() -> tuple[str, list[str]]:
     return ("mps", ["0"]) if torch.backends.mps.is_available() else ("cpu", ["0"])
 
 
-def local(todo: Sequence[Job], board: Board, places: Sequence[Slot], asked: Sequence[int]) -> None:
-    """Run everything; a failed run touches no other. `asked` grows when a signal arrives."""
-    waiting, free, told = list(todo), list(places), 0
-    running: dict[tuple[Job, ...], tuple[subprocess.Popen[bytes], Slot]] = {}
+def local(
+    todo: Sequence[Job],
+    board: Board,
+    places: Sequence[Slot],
+    asked: Sequence[int],
+    minutes: float = math.inf,
+) -> None:
+    """Run everything; a failed run touches no other. `asked` grows when a signal arrives.
+
+    After so many minutes running ones write a checkpoint and end; none is begun that would not
+    be done by then, judged by the last one that ended.
+    """
+    waiting, room, told = list(todo), [slot.together for slot in places], 0
+    running: dict[tuple[Job, ...], tuple[subprocess.Popen[bytes], int]] = {}
+    end, took = time.monotonic() + 60 * minutes, 0.0
     try:
         while waiting or running:
-            if len(asked) > told:  # once: checkpoint and end; twice: end
-                told = len(asked)
+            if time.monotonic() + took > end:
+                for job in waiting:
+                    board.move(job, "left")
+                waiting.clear()
+            calls = len(asked) + (time.monotonic() > end)
+            if calls > told:  # once: checkpoint and end; twice: end
+                told = calls
                 board.halt()
                 for process, _ in running.values():
                     process.terminate()
                 for job in waiting:
                     board.move(job, "stopped")
                 waiting.clear()
-            while free and (ready := _bundle(waiting, board, free[0].together)):
-                running[ready] = (jobs.start(*ready, env=free[0].env), free[0])
-                slot = free.pop(0)
-                for job in ready:
-                    board.move(job, "running", slot.name)
-            for bundle, (process, slot) in list(running.items()):
+            for place, slot in enumerate(places):
+                while room[place] and (ready := _bundle(waiting, board, room[place])):
+                    running[ready] = (jobs.start(*ready, env=slot.env), place)
+                    room[place] -= len(ready)
+                    for job in ready:
+                        board.move(job, "running", slot.name)
+            for bundle, (process, place) in list(running.items()):
                 code = process.poll()
                 for job in bundle:
                     board.items[job].step = jobs.reached(job.folder)
                 if code is not None:
                     del running[bundle]
-                    free.append(slot)
-                    began = board.items[bundle[0]].began
-                    jobs.close(bundle[0].folder, code, time.monotonic() - began)
+                    room[place] += len(bundle)
+                    took = time.monotonic() - board.items[bundle[0]].began
+                    jobs.close(bundle[0].folder, code, took)
                     for job in bundle:
-                        if code and not asked and jobs.held(job.folder):  # somebody was faster
+                        if code and not calls and jobs.held(job.folder):  # somebody was faster
                             waiting.append(job)
                         else:
-                            settle(job, code, board, stopping=bool(asked), log=bundle[0])
+                            settle(job, code, board, stopping=calls > 0, log=bundle[0])
             board.tick()
             time.sleep(0.2)
     finally:  # also when we ourselves fail: nobody goes on unseen
@@ -103,16 +122,12 @@ def _bundle(waiting: list[Job], board: Board, most: int) -> tuple[Job, ...]:
     first = _next(waiting, board)
     if first is None:
         return ()
-    alike = [job for job in waiting if _seedless(job) == _seedless(first)]
+    alike = [job for job in waiting if seedless(job.config) == seedless(first.config)]
     found = [first]
     while len(found) < most and (other := _next(alike, board)):
         waiting.remove(other)
         found.append(other)
     return tuple(found)
-
-
-def _seedless(job: Job) -> Config:
-    return job.config.replace(seed=0, split_seed=0)
 
 
 def _next(waiting: list[Job], board: Board) -> Job | None:

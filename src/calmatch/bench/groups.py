@@ -57,7 +57,7 @@ class Found(NamedTuple):
         config = group.config
         if not (config.penalty or config.unlabelled_loss):
             return None
-        bare = key(config.replace(penalty="", unlabelled_loss=""))
+        bare = key(config.replace(penalty="", unlabelled_loss="", aware=0.0))
         return next((other for other in self.groups if key(other.config) == bare), None)
 
 
@@ -67,6 +67,11 @@ def key(config: Config) -> str:
     return json.dumps([item for item in config.dump().items() if item[0] not in ASIDE])
 
 
+def identity(config: Config) -> str:
+    """What a run is, its seeds included."""
+    return f"{config.seed} {config.split_seed} {key(config)}"
+
+
 def gather(paths: Iterable[Path], suite: str | None = None) -> Found:
     """The finished runs in or under some folders.
 
@@ -74,13 +79,17 @@ def gather(paths: Iterable[Path], suite: str | None = None) -> Found:
         paths: run folders, or folders that hold some at any depth.
         suite: keep this suite's cells alone, in its order.
     """
-    finished, notes = _load(paths)
+    return arrange(*_load(paths), suite)
+
+
+def arrange(finished: Sequence[Any], notes: list[str], suite: str | None = None) -> Found:
+    """Runs (or `evidence.Kept`) as groups, in the order of their suites."""
     known: dict[str, tuple[str, str]] = {}
     for name in [suite] if suite else SUITES:
         for cell in cells(name, [0]):
             known.setdefault(key(cell.config), (cell.row, cell.column))
     order = {name: place for place, name in enumerate(known)}
-    by_key: dict[str, list[Run]] = {}
+    by_key: dict[str, list[Any]] = {}
     for run in finished:
         by_key.setdefault(key(run.config), []).append(run)
     if suite:
@@ -137,7 +146,8 @@ def _by_seed(runs: Sequence[Run], notes: list[str]) -> dict[Seeds, Run]:
 
 def _title(config: Config) -> str:
     parts = [config.method, config.unlabelled_loss and f"only {config.unlabelled_loss}"]
-    name = " + ".join(part for part in (*parts, config.penalty) if part)
+    parts += [config.penalty, f"aware {config.aware:g}" if config.aware else ""]
+    name = " + ".join(str(part) for part in parts if part)
     return f"{name} (leaky)" if config.protocol == "paper" else name
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from calmatch.bench import stats
 from calmatch.bench.groups import Group, Seeds
 from calmatch.bench.render import Entry, Mark
-from calmatch.results import Run, best_on_test, temperature_scaled
+from calmatch.results import Run, best_on_test
+from calmatch.scaled import with_labels
 
 
 class Quantity(NamedTuple):
@@ -26,8 +27,17 @@ QUANTITIES: Mapping[str, Quantity] = {
     "adaptive_ece": Quantity("AECE", "%, bins of equal mass"),
     "classwise_ece": Quantity("CECE", "%, all classes"),
     "nll": Quantity("NLL", "nats", 1.0, 3),
-    "ece_crossfit": Quantity("ECE after T", "%, after temperature scaling, cross-fitted"),
-    "nll_crossfit": Quantity("NLL after T", "nats, after temperature scaling", 1.0, 3),
+    "smooth_ece": Quantity("smooth ECE", "%"),
+    "brier": Quantity("Brier", "%"),
+    "aurc": Quantity("AURC", "%"),
+    "ece_views": Quantity("ECE, T by views", "%, no labels: two views of unlabelled pictures"),
+    "nll_views": Quantity("NLL, T by views", "nats, no labels", 1.0, 3),
+    "ece_seeds": Quantity("ECE, T by seeds", "%, no labels: two runs' answers on test pictures"),
+    "nll_seeds": Quantity("NLL, T by seeds", "nats, no labels", 1.0, 3),
+    "ece_labels": Quantity("ECE, T by labels", "%, cross-fitted on the labelled pictures"),
+    "nll_labels": Quantity("NLL, T by labels", "nats, cross-fitted on the labels", 1.0, 3),
+    "ece_crossfit": Quantity("ECE, T by test halves", "%, each half by the other's labels"),
+    "nll_crossfit": Quantity("NLL, T by test halves", "nats, each half by the other's", 1.0, 3),
     "ece_oracle": Quantity("ECE, oracle T", "%, temperature of the same labels"),
     "nll_oracle": Quantity("NLL, oracle T", "nats, temperature of the same labels", 1.0, 3),
 }
@@ -35,17 +45,22 @@ SPREAD = "mean ± sample standard deviation (ddof 1) over seeds"
 
 
 def values(group: Group, metric: str) -> dict[Seeds, float]:
-    """A quantity of each run by its seeds, in its unit."""
+    """A quantity of each run by its seeds, in its unit; runs that lack it are left out."""
     scale = QUANTITIES[metric].scale
-    return {seeds: scale * _value(run, metric) for seeds, run in group.runs.items()}
+    found = {seeds: _value(run, metric) for seeds, run in group.runs.items()}
+    return {seeds: scale * value for seeds, value in found.items() if value is not None}
 
 
-def _value(run: Run, metric: str) -> float:
+def _value(run: Run, metric: str) -> float | None:
     name, _, way = metric.rpartition("_")
+    if way in ("views", "seeds", "labels"):
+        found = run.result.get("temperature_scaled", {}).get(way)
+        return None if found is None else float(found[name])
     if way not in ("crossfit", "oracle"):
-        return float(run.result["metrics"][metric]["value"])
+        there = run.result["metrics"].get(metric)
+        return None if there is None else float(there["value"])
     if "temperature_scaled" not in run.result:  # an older run
-        run.result["temperature_scaled"] = temperature_scaled(*run.predictions())
+        run.result["temperature_scaled"] = with_labels(*run.predictions())
     return float(run.result["temperature_scaled"][way][name])
 
 

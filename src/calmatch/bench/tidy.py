@@ -51,6 +51,8 @@ def _numbers(
     first = {"row": group.row, "column": group.column, "metric": metric}
     first["unit"] = "nats" if quantity.scale == 1 else "%"
     own = values(group, metric)
+    if not own:
+        return
     for (seed, split_seed), value in own.items():
         yield {**first, "kind": "run", "seed": seed, "split_seed": split_seed, "value": _(value)}
     for (seed, split_seed), run in group.runs.items():
@@ -67,9 +69,9 @@ def _numbers(
         line |= {"published": number.value, "published_sd": number.sd, "doubt": number.doubt}
     yield line
     base = found.base(group)
-    shared = [seeds for seeds in own if base and seeds in base.runs]
+    other = values(base, metric) if base else {}
+    shared = [seeds for seeds in own if seeds in other]
     if base and shared:
-        other = values(base, metric)
         test = stats.paired([own[seeds] - other[seeds] for seeds in shared])
         line = {**first, "kind": f"paired minus {base.row}", "runs": test.number}
         line |= {"value": _(test.value), "low": _(test.low), "high": _(test.high), "p": test.p}

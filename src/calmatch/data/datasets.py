@@ -10,6 +10,7 @@ import torch
 from calmatch import spec
 from calmatch.data import official
 from calmatch.data.dataset import Dataset, last_share
+from calmatch.data.packed import packed
 from calmatch.data.pictures import pictures
 
 
@@ -62,6 +63,7 @@ DATASETS: Mapping[str, Callable[..., Dataset]] = {
     "svhn": official.svhn,
     "eurosat": official.eurosat,
     "folder": official.folder,
+    "packed": packed,
     "pictures": pictures,
     "synthetic": synthetic,
 }

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+FOLDS = 5  # at most
 
 
 class Split(NamedTuple):
@@ -74,6 +75,50 @@ def split(
     rest.append(np.flatnonzero(y < 0))
     pool = ([*chosen] if include_labelled else []) + rest
     return Split(*(np.concatenate(part).tolist() for part in (chosen, pool, held)))
+
+
+def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
+    """Places of labels in two to five folds; a class's only label is in none.
+
+    There are as many folds as labels of a typical class, and every class starts with the first, so
+    that what is left to learn from stays as balanced as it was: a class that lost more labels than
+    the others would be guessed less often, and just its labels are judged.
+
+    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
+    [2, 2, 2]
+    """
+    random = np.random.default_rng([seed, 12])
+    y = np.asarray(labels)
+    counts = np.unique(y, return_counts=True)[1]
+    number = int(np.clip(np.median(counts), 2, FOLDS))
+    found: list[list[int]] = [[] for _ in range(number)]
+    for k in np.unique(y):
+        own = random.permutation(np.flatnonzero(y == k))
+        for place, row in enumerate(own if len(own) > 1 else []):
+            found[place % number].append(int(row))
+    return [fold for fold in found if fold]
+
+
+def without(chosen: Split, labels: Sequence[int], number: int, seed: int) -> Split:
+    """The split without fold `number` (1, 2, ...) of its labels, which is the validation set then.
+
+    The fold's pictures serve neither as labelled nor as unlabelled ones.
+
+    Args:
+        chosen: all labelled and unlabelled rows.
+        labels: class ids of the labelled rows.
+        number: which fold.
+        seed: of the folds.
+    """
+    parts = folds(labels, seed)
+    if number > len(parts):
+        raise ValueError(f"These labels make {len(parts)} folds; --fold cannot be {number}.")
+    held = {chosen.labelled[place] for place in parts[number - 1]}
+    return Split(
+        [row for row in chosen.labelled if row not in held],
+        [row for row in chosen.unlabelled if row not in held],
+        sorted(held),
+    )
 
 
 def counts(labelled: int | Sequence[int], classes: int) -> list[int]:

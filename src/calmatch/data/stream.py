@@ -48,6 +48,8 @@ class Stream:
         for pictures in self._fetched(list(torch.arange(len(self)).split(size))):
             yield pictures.to(self.device)
 
+    unchanged = batches  # views take pictures as they are
+
     def some(self, rows: Tensor) -> Stream:
         """Only these rows."""
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)

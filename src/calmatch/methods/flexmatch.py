@@ -20,9 +20,10 @@ class FlexMatch(FixMatch):
         threshold: float = 0.95,
         weight: float = 1.0,
         hard: bool = True,
+        mixup: float = 0.0,
         warmup: bool = True,
     ) -> None:
-        super().__init__(task, threshold=threshold, weight=weight, hard=hard)
+        super().__init__(task, threshold=threshold, weight=weight, hard=hard, mixup=mixup)
         self.warmup = warmup  # unused pictures hold the thresholds down at first
         unused = torch.full((task.unlabelled,), task.classes)  # the class after the last: unused
         counts = torch.zeros(task.classes + 1, dtype=torch.long)

@@ -22,10 +22,11 @@ class FreeMatch(FixMatch):
         fairness: float = 0.001,  # USB's configurations; its class default is 0.01
         weight: float = 1.0,
         hard: bool = True,
+        mixup: float = 0.0,
         quantile: bool = False,  # follow the 0.8 quantile instead of the mean
         clip: bool = False,  # hold the overall threshold in [0, 0.95]
     ) -> None:
-        super().__init__(task, threshold=0.0, weight=weight, hard=hard)  # none is fixed
+        super().__init__(task, threshold=0.0, weight=weight, hard=hard, mixup=mixup)  # none fixed
         between("momentum", momentum, 0, 1)
         self.momentum, self.fairness = momentum, fairness
         self.quantile, self.clip = quantile, clip

@@ -30,11 +30,8 @@ class MixMatch(Method):
 
     def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
         """One mixing share for the batch, and a key per row whose order is the partner's."""
-        both = torch._standard_gamma(
-            torch.full((2,), self.alpha, device=generator.device), generator=generator
-        )
         return {
-            "beta": both[0] / both.sum().clamp_min(1e-30),
+            "beta": ops.beta(generator, self.alpha),
             "x_key": ops.uniform(generator, b),
             "u_key": ops.uniform(generator, r, len(self.u_views)),
         }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from calmatch.core import Output
 
@@ -37,8 +39,23 @@ class ViT(VisionTransformer):
         self.head = nn.Linear(width, classes)  # the plain Linear start, as USB
 
     def forward(self, images: Tensor) -> Output:  # type: ignore[override]
-        features = self.forward_head(self.forward_features(images), pre_logits=True)
+        tokens = self._pos_embed(self.patch_embed(images))  # [B, 1 + patches, width]
+        for block in self.blocks[:-1]:
+            tokens = block(tokens)
+        features = self.norm(_class_token(self.blocks[-1], tokens))
         return Output(self.head(features), features)
+
+
+def _class_token(block: Any, tokens: Tensor) -> Tensor:
+    """What the last block makes of the class token; nobody reads what it makes of the patches."""
+    attention = block.attn
+    shape = (*tokens.shape[:2], 3, attention.num_heads, -1)
+    mixed = attention.qkv(block.norm1(tokens)).reshape(shape).permute(2, 0, 3, 1, 4)
+    query, key, value = mixed.unbind(0)  # each [B, heads, 1 + patches, width / heads]
+    seen = scaled_dot_product_attention(query[:, :, :1], key, value)
+    token = tokens[:, 0] + block.drop_path1(attention.proj(seen.flatten(1)))
+    found: Tensor = token + block.drop_path2(block.mlp(block.norm2(token)))
+    return found
 
 
 def vit_tiny_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.1) -> ViT:

@@ -16,12 +16,16 @@ from calmatch.posthoc.scaling import (
 )
 from calmatch.posthoc.sets import Conformal, conformal, load_conformal
 from calmatch.posthoc.sure import Selective, load_selective, needed, selective
+from calmatch.posthoc.unlabelled import Agreement, agreement, agreement_temperature
 
 __all__ = [
     "SCALINGS",
+    "Agreement",
     "Conformal",
     "Scaling",
     "Selective",
+    "agreement",
+    "agreement_temperature",
     "conformal",
     "crossfit_temperature",
     "identity",

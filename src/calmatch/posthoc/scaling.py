@@ -91,7 +91,7 @@ def vector(logits: Any, labels: Any) -> Scaling:
 
     def loss(numbers: Any) -> tuple[float, Any]:
         factor, shift = numbers[:classes], numbers[classes:]
-        logp = _log_softmax(z * factor + shift)
+        logp = log_softmax(z * factor + shift)
         rest = np.exp(logp) - truth
         away = numbers - start
         value = -float((truth * logp).sum()) + 0.5 * float(away @ away)
@@ -142,13 +142,13 @@ def temperature_scaled(logits: Any, labels: Any, *, folds: int = 2, seed: int = 
         raise ValueError(f"folds is {folds}, but it must lie between 2 and the {len(y)} labels.")
     fold = np.random.default_rng(seed).permutation(len(y)) % folds
     heat = np.array([_temperature(z[fold != k], y[fold != k], 0.0) for k in range(folds)])
-    return torch.from_numpy(_log_softmax(z / heat[fold, None]))
+    return torch.from_numpy(log_softmax(z / heat[fold, None]))
 
 
 def oracle_scaled(logits: Any, labels: Any) -> Tensor:
     """Log-probabilities at the temperature the same labels chose: optimistic, a lower limit."""
     z, y = _check(logits, labels)
-    return torch.from_numpy(_log_softmax(z / _temperature(z, y, 0.0)))
+    return torch.from_numpy(log_softmax(z / _temperature(z, y, 0.0)))
 
 
 def load(saved: Any) -> Scaling:
@@ -255,13 +255,22 @@ def _check(logits: Any, labels: Any) -> tuple[Any, Any]:
         )
     if y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
         raise ValueError(f"labels must be integer class ids, not {y.dtype}.")
-    if bool(z.isnan().any()) or bool((z.amax(1).abs() == torch.inf).any()):
-        raise ValueError("logits contain NaN, plus infinity, or a row without any finite value.")
+    found = checked_logits(z)
     if int(y.min()) < 0 or int(y.max()) >= z.shape[1]:
         raise ValueError(
             f"labels must lie in 0..{z.shape[1] - 1}; found {int(y.min())}..{int(y.max())}."
         )
-    return _log_probs(z).numpy(), y.long().numpy()
+    return found, y.long().numpy()
+
+
+def checked_logits(logits: Tensor) -> Any:
+    """Log-probabilities [N, C] in float64 as an array."""
+    z = logits.detach().cpu().double()
+    if z.ndim != 2 or z.shape[1] < 2 or len(z) == 0:
+        raise ValueError(f"Scaling needs logits [N, C >= 2]; these are {tuple(z.shape)}.")
+    if bool(z.isnan().any()) or bool((z.amax(1).abs() == torch.inf).any()):
+        raise ValueError("logits contain NaN, plus infinity, or a row without any finite value.")
+    return _log_probs(z).numpy()
 
 
 def _temperature(z: Any, y: Any, prior: float) -> float:
@@ -271,7 +280,7 @@ def _temperature(z: Any, y: Any, prior: float) -> float:
     true = z[np.arange(len(y)), y]
 
     def slope(b: float) -> float:
-        p = np.exp(_log_softmax(b * z))
+        p = np.exp(log_softmax(b * z))
         return float(((p * z).sum(1) - true).sum() + prior * (1 - 1 / b))
 
     low, high = 1 / RANGE[1], 1 / RANGE[0]
@@ -282,6 +291,7 @@ def _temperature(z: Any, y: Any, prior: float) -> float:
     return 1 / float(optimize.brentq(slope, low, high, xtol=1e-12, rtol=1e-10))
 
 
-def _log_softmax(z: Any) -> Any:
+def log_softmax(z: Any) -> Any:
+    """Log-probabilities of an array [N, C]."""
     z = z - z.max(1, keepdims=True)
     return z - np.log(np.exp(z).sum(1, keepdims=True))
