@@ -229,8 +229,8 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     again = heads.freeze(config, prepare(config), True)
     assert len(again.store) == len(first.store) == len(first.labels)
     for ours, theirs in zip(first.store.blocks, again.store.blocks, strict=True):
-        assert torch.equal(ours, theirs)
-        assert ours.shape[1] == 5
+        assert torch.equal(ours.tensor, theirs.tensor)
+        assert ours.tensor.shape[1] == 5
 
 
 def test_features_in_many_blocks_are_those_in_one():
@@ -249,8 +249,8 @@ def test_pictures_and_features_stay_in_their_files_beside_a_cpu(tmp_path):
     sources = [*parts.batches.sources.values(), parts.sets["test"][0]]
     frozen = heads.freeze(config, parts, True)
     held = {
-        "pictures-": [source.kept.images for source in sources],
-        "features-": frozen.store.blocks,
+        "pictures-": [source.kept.file.tensor for source in sources],
+        "features-": [block.tensor for block in frozen.store.blocks],
     }
     for name, tensors in held.items():
         for tensor in tensors:

@@ -310,9 +310,10 @@ def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int,
     took = time.monotonic() - began
     told = process.told()
     early = "init_import_site" in told  # Python itself was still starting
-    silent = not told and _files(out) == before  # so was calmatch
+    importing = not told or "_run_module_as_main" in told  # calmatch was
+    begun = _files(out) != before or not importing
     after = any(words in told for words in DONE)  # all is done, Python is ending
-    fine = code in (*codes, 0) or early or (code == -number and (silent or after))
+    fine = code in (*codes, 0) or early or (code == -number and (after or not begun))
     assert fine, (code, told[-800:])
     if number != signal.SIGKILL:
         assert took < PATIENCE, f"answered {code} after {took:.1f} s"

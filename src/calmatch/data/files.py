@@ -85,7 +85,7 @@ class Files:
 class Kept:
     """Rows of decoded pictures in a file of the cache: read when asked for, never held."""
 
-    images: Tensor  # uint8 [M, 3, H, W], a memory map
+    file: cache.Mapped  # uint8 [M, 3, H, W]
     rows: Tensor  # [N]
     key: str  # of the file, which says what it holds
 
@@ -94,13 +94,13 @@ class Kept:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self), *self.images.shape[1:])
+        return (len(self), *self.file.tensor.shape[1:])
 
     def take(self, rows: Sequence[int] | Tensor) -> Tensor:
-        return self.images[self.rows[rows]]
+        return self.file.take(self.rows[rows])
 
     def some(self, rows: Sequence[int] | Tensor) -> Kept:
-        return Kept(self.images, self.rows[rows], self.key)
+        return Kept(self.file, self.rows[rows], self.key)
 
 
 Images = Tensor | Files | Kept

@@ -198,6 +198,8 @@ def decoded(
         for place, picture in enumerate(each(one, len(files))):
             if picture is not None and pictures is not None:
                 pictures[place] = picture
+                if place % 1024 == 0:
+                    cache.rest(pictures)
             if seen is not None:
                 seen(place + 1)
         cache.note(record, broken)
@@ -206,7 +208,7 @@ def decoded(
         (cache.folder() / f"{key}.npy").unlink(missing_ok=True)
     images: Kept | Files = files
     if not large:
-        images = Kept(cache.array(key, files.shape, fill), torch.arange(len(files)), key)
+        images = Kept(cache.mapped(key, files.shape, fill), torch.arange(len(files)), key)
     elif strict or not record.exists():
         fill(None)
     bad = json.loads(record.read_text("utf-8"))
