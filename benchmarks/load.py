@@ -1,7 +1,7 @@
 """Load: predict and fit on 200,000 pictures, 1,000 run folders in one table and one report.
 
     python benchmarks/load.py predict table report     # any of these, and fit
-    python benchmarks/load.py --save fit               # and keep the numbers in results/
+    python benchmarks/load.py --save fit               # and keep the numbers in results/ and docs/
 
 `peak_mib` is the largest resident set of the process, as the kernel reports it: pages of mapped
 files count in it, although the system may drop them at any time. `own_mib` counts only memory of
@@ -27,6 +27,11 @@ import torch
 
 import calmatch
 from calmatch.config import Config
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from record import put
+
+ROOT = Path(__file__).parents[1]
 
 SIZES = tuple(int(word) for word in os.environ.get("SIZES", "20000 200000").split())
 RUNS = 1_000
@@ -162,10 +167,32 @@ def report(work: Path) -> dict[str, Any]:
 PARTS = {"predict": predict, "fit": fit, "table": table, "report": report}
 
 
+def table_of(found: dict[str, Any]) -> str:
+    """What was measured, for the docs."""
+    lines = [
+        "| command | pictures or runs | processor, s | clock, s | peak MiB | of its own |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in PARTS:
+        for number, row in found.get(name, {}).items():
+            if isinstance(row, dict):
+                cells = [row["cpu_seconds"], row["seconds"], row["peak_mib"], row["own_mib"]]
+                lines.append(f"| {name} | {int(number):,} | {' | '.join(map(str, cells))} |")
+    grown = [
+        f"`{name}` needs {found[name]['own_bytes_a_picture']:,} bytes of its own for each further "
+        f"picture, {found[name]['peak_bytes_a_picture']:,} with mapped files."
+        for name in ("fit", "predict")
+        if name in found
+    ]
+    size = [f"The page: {row['page_mib']} MiB." for row in found.get("report", {}).values()]
+    machine = f"On {found['machine']}, torch {found['torch']}."
+    return "\n".join([*lines, "", *grown, *size, machine])
+
+
 def main() -> None:
     save = "--save" in sys.argv
     parts = [word for word in sys.argv[1:] if word != "--save"] or list(PARTS)
-    target = Path(__file__).parent / "results" / f"load-cpu-{date.today()}.json"
+    target = ROOT / "benchmarks" / "results" / f"load-cpu-{date.today()}.json"
     found: dict[str, Any] = json.loads(target.read_text()) if save and target.exists() else {}
     found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores shared with other programs"
     found["torch"] = torch.__version__
@@ -179,6 +206,7 @@ def main() -> None:
     print(json.dumps(found, indent=2))
     if save:
         target.write_text(json.dumps(found, indent=2) + "\n")
+        put(ROOT / "docs" / "promises.md", "load", table_of(found))
 
 
 if __name__ == "__main__":
