@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch import data, fit, heads, judge, model, plan, trainer
+from calmatch import data, fit, heads, judge, log, model, plan, trainer
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -145,6 +145,15 @@ def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
     assert done.result["metrics"] == whole.result["metrics"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert weights[0] == weights[1]
+
+
+def test_a_damaged_checkpoint_is_spoken_of_within_a_fit_too(tmp_path, capsys):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "000000003.safetensors").write_bytes(b"cut")
+    with log.hush():
+        run = trainer.fresh(Config(dataset="synthetic", labels=16, net="tiny", device="cpu"))
+        assert trainer._resume([run], [tmp_path], True) == [0]
+    assert "Going back" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -47,20 +47,25 @@ class Forks:
 
     def __init__(self) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` and nohup let it be ignored
-        self.server: subprocess.Popen[str] = subprocess.Popen(
+        self.server: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
             env=ALONE,
         )
         self.codes: dict[int, int] = {}
-        assert self._line() == "ready"
+        self.pending = b""
+        assert self._line() == b"ready"
 
-    def _line(self) -> str:
+    def _line(self) -> bytes:
+        """The next line; read by hand, because what Python has buffered `select` does not see."""
         assert self.server.stdout is not None
-        return self.server.stdout.readline().strip()
+        while b"\n" not in self.pending:
+            more = os.read(self.server.stdout.fileno(), 65536)
+            assert more, "the server has ended"
+            self.pending += more
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line
 
     def start(self, words: list[str], output: Path, *, plain: bool = False, **how: Any) -> Process:
         """`how`: `clock`, a seed of jumps of the wall clock; `meek`, without root's rights."""
@@ -72,7 +77,9 @@ class Forks:
                 )
             return Process(child.pid, output, child)
         assert self.server.stdin is not None
-        self.server.stdin.write(json.dumps({"words": words, "output": str(output), **how}) + "\n")
+        order = json.dumps({"words": words, "output": str(output), **how}) + "\n"
+        self.server.stdin.write(order.encode())
+        self.server.stdin.flush()
         while (line := json.loads(self._line())).get("started") is None:
             self.codes[line["pid"]] = line["code"]
         return Process(line["started"], output, None)
@@ -82,7 +89,7 @@ class Forks:
             if process.plain is not None:
                 process.code = process.plain.poll()
             else:
-                while select.select([self.server.stdout], [], [], 0)[0]:
+                while self.pending or select.select([self.server.stdout], [], [], 0)[0]:
                     line = json.loads(self._line())
                     self.codes[line["pid"]] = line["code"]
                 process.code = self.codes.pop(process.pid, None)
