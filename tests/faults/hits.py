@@ -309,11 +309,10 @@ def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int,
     code = stage.forks.wait(process)
     took = time.monotonic() - began
     told = process.told()
-    early = "init_import_site" in told  # Python itself was still starting
-    importing = not told or "_run_module_as_main" in told  # calmatch was
-    begun = _files(out) != before or not importing
+    python = "<frozen" in told and "edge.py" not in told  # nobody of ours was asked yet
+    early = (not told or python) and _files(out) == before
     after = any(words in told for words in DONE)  # all is done, Python is ending
-    fine = code in (*codes, 0) or early or (code == -number and (after or not begun))
+    fine = code in (*codes, 0) or (code == -number and (early or after)) or (code == 1 and python)
     assert fine, (code, told[-800:])
     if number != signal.SIGKILL:
         assert took < PATIENCE, f"answered {code} after {took:.1f} s"
