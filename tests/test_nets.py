@@ -8,12 +8,14 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
+from timm.layers.conv2d_same import Conv2dSame
 from torch import nn
 
 from calmatch import nets
 from calmatch.core import Task
 from calmatch.methods import build as build_method
 from calmatch.nets import pretrained
+from calmatch.nets.timm_net import Halving
 from calmatch.nets.vit import ViT
 from calmatch.nets.wideresnet import WideResNet
 from conftest import GOLDEN, Golden
@@ -188,3 +190,18 @@ def test_only_the_class_token_goes_through_the_last_block_and_nothing_changes():
     features = net.forward_head(net.forward_features(images), pre_logits=True)
     torch.manual_seed(0)
     torch.testing.assert_close(net(images).features, features, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kernel", "side"), [(3, 8), (5, 8), (3, 2), (5, 2)])
+def test_halving_layers_compute_what_timms_do(kernel, side):
+    theirs = Conv2dSame(6, 6, kernel, 2, groups=6, bias=kernel == 5).double()
+    ours = Halving(theirs)
+    images = torch.randn(2, 6, side, side, dtype=torch.float64)
+    torch.testing.assert_close(ours.halved(images), theirs(images))
+    assert torch.equal(ours(images), theirs(images))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+def test_efficientnets_layers_that_halve_are_ours():
+    net = nets.build("efficientnet_lite0(pretrained=False)", 10, 32)
+    assert sum(isinstance(layer, Halving) for layer in net.modules()) == 4
