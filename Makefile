@@ -39,15 +39,15 @@ test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
 test-faults: $(READY)  ## a dozen real processes hit at random moments, a minute
 	$(BIN)/python -m pytest -m faults
 
-faults: $(READY)  ## the same 500 times, about an hour; HITS and SEED change it
-	$(BIN)/python tests/faults/run.py --hits $(or $(HITS),500) $(if $(SEED),--seed $(SEED))
+faults: $(READY)  ## the same 500 times, about 20 minutes; HITS and SEED change it
+	$(BIN)/python tests/faults/run.py --hits $(or $(HITS),500) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record $(RECORD))
 
 fuzz: $(READY)  ## 100,000 mutated inputs into everything that reads a stranger's file
-	$(BIN)/python tools/fuzz.py --inputs $(or $(INPUTS),100000)
+	$(BIN)/python tools/fuzz.py --inputs $(or $(INPUTS),102000) $(if $(RECORD),--record $(RECORD))
 
 test-floor:  ## the fast tests with the lowest versions that pyproject.toml admits, in .venv-floor
 	$(PYTHON) -m venv .venv-floor
-	$(PYTHON) tools/floors.py > .venv-floor/floors.txt
+	.venv-floor/bin/python tools/floors.py > .venv-floor/floors.txt
 	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floors.txt -e '.[dev]'
 	.venv-floor/bin/python -m pytest -n 2
 

@@ -1,8 +1,11 @@
 """Load: predict and fit on 200,000 pictures, 1,000 run folders in one table and one report.
 
     python benchmarks/load.py predict table report     # any of these, and fit
+    python benchmarks/load.py --save fit               # and keep the numbers in results/ and docs/
 
-Peak memory is that of the whole process, as the kernel reports it.
+`peak_mib` is the largest resident set of the process, as the kernel reports it: pages of mapped
+files count in it, although the system may drop them at any time. `own_mib` counts only memory of
+the process's own, looked at fifty times a second. `bytes_a_picture` is what grows with the folder.
 """
 
 from __future__ import annotations
@@ -14,14 +17,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import calmatch
 from calmatch.config import Config
 
-SIZES = (20_000, 200_000)
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+from record import put
+
+ROOT = Path(__file__).parents[1]
+
+SIZES = tuple(int(word) for word in os.environ.get("SIZES", "20000 200000").split())
 RUNS = 1_000
 SMALL = Config(
     dataset="synthetic",
@@ -41,13 +53,45 @@ def measured(words: list[str]) -> dict[str, float]:
     """Seconds and peak MiB of a command."""
     began = time.monotonic()
     command = [sys.executable, "-m", "calmatch", *words]
+    own = [0]
     with Path(os.devnull).open("w") as null:
         process = subprocess.Popen(command, stdout=null)
+        watcher = threading.Thread(target=_watch, args=(process.pid, own))
+        watcher.start()
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, words
-    seconds = time.monotonic() - began
-    return {"seconds": round(seconds, 1), "peak_mib": round(usage.ru_maxrss / 1024)}
+    watcher.join()
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_mib": round(usage.ru_maxrss / 1024),
+        "own_mib": round(own[0] / 1024),
+    }
+
+
+def _watch(pid: int, most: list[int]) -> None:
+    """The most KiB of a process's own memory, until it ends."""
+    try:
+        while True:
+            text = Path(f"/proc/{pid}/status").read_text()
+            lines = [line for line in text.splitlines() if line.startswith("RssAnon")]
+            if not lines:  # it is a zombie
+                return
+            most[0] = max(most[0], int(lines[0].split()[1]))
+            time.sleep(0.02)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+
+
+def growth(found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The measurements, and what one more picture costs."""
+    (few, less), (many, more) = found.items()
+    grown = {
+        f"{kind}_bytes_a_picture": round((more[kind] - less[kind]) * 2**20 / (int(many) - int(few)))
+        for kind in ("peak_mib", "own_mib")
+    }
+    return {**found, **{name.replace("_mib", ""): value for name, value in grown.items()}}
 
 
 def pictures(folder: Path, number: int) -> None:
@@ -76,7 +120,7 @@ def predict(work: Path) -> dict[str, Any]:
         with (work / "o.csv").open() as file:
             assert sum(1 for _ in file) == number + 1
         shutil.rmtree(work / "pictures")
-    return found
+    return growth(found)
 
 
 def fit(work: Path) -> dict[str, Any]:
@@ -91,7 +135,7 @@ def fit(work: Path) -> dict[str, Any]:
         words += ["--out", str(out), "--steps", "60", "--device", "cpu", "--quiet"]
         found[f"{number}"] = measured(words)
         shutil.rmtree(work / "pictures")
-    return found
+    return growth(found)
 
 
 def folders(work: Path) -> list[str]:
@@ -123,19 +167,46 @@ def report(work: Path) -> dict[str, Any]:
 PARTS = {"predict": predict, "fit": fit, "table": table, "report": report}
 
 
+def table_of(found: dict[str, Any]) -> str:
+    """What was measured, for the docs."""
+    lines = [
+        "| command | pictures or runs | processor, s | clock, s | peak MiB | of its own |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in PARTS:
+        for number, row in found.get(name, {}).items():
+            if isinstance(row, dict):
+                cells = [row["cpu_seconds"], row["seconds"], row["peak_mib"], row["own_mib"]]
+                lines.append(f"| {name} | {int(number):,} | {' | '.join(map(str, cells))} |")
+    grown = [
+        f"`{name}` needs {found[name]['own_bytes_a_picture']:,} bytes of its own for each further "
+        f"picture, {found[name]['peak_bytes_a_picture']:,} with mapped files."
+        for name in ("fit", "predict")
+        if name in found
+    ]
+    size = [f"The page: {row['page_mib']} MiB." for row in found.get("report", {}).values()]
+    machine = f"On {found['machine']}, torch {found['torch']}."
+    return "\n".join([*lines, "", *grown, *size, machine])
+
+
 def main() -> None:
-    found: dict[str, Any] = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load_before": round(os.getloadavg()[0], 1),
-    }
+    save = "--save" in sys.argv
+    parts = [word for word in sys.argv[1:] if word != "--save"] or list(PARTS)
+    target = ROOT / "benchmarks" / "results" / f"load-cpu-{date.today()}.json"
+    found: dict[str, Any] = json.loads(target.read_text()) if save and target.exists() else {}
+    found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores shared with other programs"
+    found["torch"] = torch.__version__
     work = Path(tempfile.mkdtemp(prefix="calmatch-load-"))
     try:
-        for name in sys.argv[1:] or PARTS:
+        for name in parts:
             found[name] = PARTS[name](work)
             print(name, json.dumps(found[name]), flush=True)
     finally:
         shutil.rmtree(work)
     print(json.dumps(found, indent=2))
+    if save:
+        target.write_text(json.dumps(found, indent=2) + "\n")
+        put(ROOT / "docs" / "promises.md", "load", table_of(found))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from calmatch import data
+from calmatch.data import cache
 from calmatch.data.batches import Order
 from calmatch.data.files import Kept
 from calmatch.data.resident import source
@@ -136,10 +137,14 @@ def test_a_batch_larger_than_its_set_is_cut_and_said(tiny):
 
 
 @pytest.mark.parametrize("kind", ["resident", "stream", "kept"])
-def test_every_source_gives_the_same_pictures_whoever_asks(kind):
+def test_every_source_gives_the_same_pictures_whoever_asks(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path))
     images = torch.arange(40 * 12, dtype=torch.int64).to(torch.uint8).view(40, 3, 2, 2)
     rows = torch.arange(38, 0, -3)
-    held = Kept(images, torch.arange(40)) if kind == "kept" else images
+    held: torch.Tensor | Kept = images
+    if kind == "kept":
+        fill = lambda array: np.copyto(array, images.numpy())  # noqa: E731
+        held = Kept(cache.mapped("some", tuple(images.shape), fill), torch.arange(40), "some")
     wanted = "auto" if kind == "kept" else kind
     found = source(held, rows, torch.device("cpu"), wanted, 0.5, 0)
     found.plan = lambda number: torch.arange(4 * number, 4 * number + 4)

@@ -373,3 +373,21 @@ def test_eurosat_is_learnt_from_its_real_jpeg_tree(tmp_path, monkeypatch):
         "test": 5_400,
     }
     assert run.result["metrics"]["error"]["value"] < 0.65  # chance is 0.9
+
+
+def test_what_was_looked_at_in_a_kept_array_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path))
+
+    def fill(array):
+        array[:] = 7
+
+    kept = cache.mapped("large", (1024, 4096), fill)
+    assert int(kept.take(torch.arange(1024)).long().sum()) == 7 * 1024 * 4096
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    resident = [
+        int(next(line for line in lines if line.startswith("Rss:")).split()[1])
+        for line in lines
+        if line.endswith("large.npy")
+    ]
+    assert resident
+    assert sum(resident) < 400  # KiB, of 4,096

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -285,6 +286,36 @@ def test_a_node_sends_only_what_changed_and_nothing_hidden(tmp_path):
     assert ray_node.changed(tmp_path, marks)[0] == {}
     (tmp_path / "metrics.jsonl").write_text("more")
     assert ray_node.changed(tmp_path, marks)[0] == {"metrics.jsonl": b"more"}
+
+
+class Home:
+    """A desk that answers at once."""
+
+    def __init__(self, desk):
+        self.desk = desk
+
+    def __getattr__(self, name):
+        def remote(*given):
+            answer = getattr(self.desk, name)(*given)
+            future = SimpleNamespace(result=lambda: answer)
+            return SimpleNamespace(future=lambda: future)
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_a_failed_run_on_a_node_speaks_of_its_folder_at_home(tiny, tmp_path, monkeypatch):
+    home = tmp_path / "home" / "run"
+    desk = ray_node.Desk([str(home)])
+    desk.expect(0, 1)
+
+    def start(*bundle, env, orphaned):
+        (bundle[0].folder / jobs.LOG).write_text(f"calmatch: {bundle[0].folder} is full.\n")
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
+
+    monkeypatch.setattr(jobs, "start", start)
+    order = ray_node.Order(0, 1, "run", tiny(), str(home), {}, 0.1)
+    assert ray_node.work(Home(desk), order) == 2
+    assert f"calmatch: {home} is full." in (home / jobs.LOG).read_text()
 
 
 # The command as a person uses it

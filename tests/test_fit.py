@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch import data, fit, heads, judge, model, plan, trainer
+from calmatch import data, fit, heads, judge, log, model, plan, trainer
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -147,6 +147,15 @@ def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
     assert weights[0] == weights[1]
 
 
+def test_a_damaged_checkpoint_is_spoken_of_within_a_fit_too(tmp_path, capsys):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "000000003.safetensors").write_bytes(b"cut")
+    with log.hush():
+        run = trainer.fresh(Config(dataset="synthetic", labels=16, net="tiny", device="cpu"))
+        assert trainer._resume([run], [tmp_path], True) == [0]
+    assert "Going back" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_full_device_makes_the_batches_smaller(tmp_path, monkeypatch, capsys):
     root = blobs(tmp_path / "pics", spare=12)
@@ -229,8 +238,8 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
     again = heads.freeze(config, prepare(config), True)
     assert len(again.store) == len(first.store) == len(first.labels)
     for ours, theirs in zip(first.store.blocks, again.store.blocks, strict=True):
-        assert torch.equal(ours, theirs)
-        assert ours.shape[1] == 5
+        assert torch.equal(ours.tensor, theirs.tensor)
+        assert ours.tensor.shape[1] == 5
 
 
 def test_features_in_many_blocks_are_those_in_one():
@@ -249,8 +258,8 @@ def test_pictures_and_features_stay_in_their_files_beside_a_cpu(tmp_path):
     sources = [*parts.batches.sources.values(), parts.sets["test"][0]]
     frozen = heads.freeze(config, parts, True)
     held = {
-        "pictures-": [source.kept.images for source in sources],
-        "features-": frozen.store.blocks,
+        "pictures-": [source.kept.file.tensor for source in sources],
+        "features-": [block.tensor for block in frozen.store.blocks],
     }
     for name, tensors in held.items():
         for tensor in tensors:

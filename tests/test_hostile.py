@@ -87,8 +87,11 @@ def test_links_within_a_run_folder_are_fine(tmp_path):
 
 def test_only_calmatchs_own_litter_is_swept(tmp_path):
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
-    litter = [tmp_path / ".a.json.123.part", tmp_path / "deep" / ".b.npz.9.part"]
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    litter = [tmp_path / f".a.json.{gone.pid}.part", tmp_path / "deep" / f".b.npz.{1 << 80}.part"]
     others = [tmp_path / ".film.mkv.part", tmp_path / "deep" / "deeper" / ".c.json.1.part"]
+    others.append(tmp_path / f".report.html.{os.getppid()}.part")  # somebody writes it now
     for path in (*litter, *others):
         path.touch()
     with checkpoint.lock(tmp_path):

@@ -325,3 +325,16 @@ def test_a_ray_cluster_of_two_nodes_writes_the_same_table(trained, photos, tmp_p
             float(other.pop("confidence")), abs=2e-6
         )
         assert row == other
+
+
+@pytest.mark.parametrize("name", ["a\rb,c.png", "a\nb.png", '"q".png', "a,b.png"])
+def test_a_carriage_return_in_a_name_does_not_end_its_row(tmp_path, name):
+    out = tmp_path / "answers.csv"
+    with table.writer(out) as sheet:
+        sheet.write(table.Row(name, "cat", 0.5, ("cat", "d\rog"), True))
+        sheet.skip(name, "it is broken")
+    for path, width in ((out, 5), (table.beside(out), 2)):
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+        assert [len(row) for row in rows] == [width] * 2
+        assert rows[1][0] == name

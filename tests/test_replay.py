@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from calmatch import cli, environment, evaluate, memory, replay, trainer
+from calmatch import capture, cli, environment, evaluate, memory, replay, trainer
 from calmatch.methods.fixmatch import FixMatch
 from conftest import calmatch
 
@@ -169,3 +169,57 @@ def test_out_of_memory_names_the_settings_to_lower(tmp_path, capsys):
 def test_only_errors_of_memory_are_told_as_such(error, full):
     assert bool(memory.advice(error, "predict")) == full
     assert not full or "--batch" in memory.advice(error, "predict")
+
+
+class Lane:
+    """A run whose step cannot be captured."""
+
+    default = None
+
+    def __init__(self, cause):
+        self.cause, self.undone = cause, False
+
+    def snapshot(self):
+        return {}
+
+    def undo(self, before, failed):
+        self.undone = failed
+
+    def warm(self):
+        try:
+            raise self.cause
+        finally:  # as the end of a capture does
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_device_that_is_full_while_a_step_is_captured_is_told_as_such(monkeypatch):
+    for name, value in {"CUDAGraph": object, "synchronize": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    made = capture.Captured([], quiet=True)
+    made.lanes = [Lane(torch.OutOfMemoryError("CUDA out of memory."))]
+    with pytest.raises(torch.OutOfMemoryError):
+        made._capture()
+    assert not made.failed
+    made.lanes = [Lane(TypeError("something else"))]
+    made._capture()
+    assert made.failed
+    assert made.lanes[0].undone
+
+
+def test_a_strangers_run_is_a_sentence_and_not_a_traceback(tmp_path, capsys):
+    words = ["train", "digits_40", "--steps", "4", "--log-every", "2", "--quiet"]
+    assert cli.main([*words, "--out", str(tmp_path / "run")]) == 0
+    for name, junk in (
+        ("environment.json", "[]"),
+        ("metrics.jsonl", '{"step": 2}\n'),
+        ("predictions.npz", "rubbish"),
+    ):
+        path = tmp_path / "run" / name
+        whole = path.read_bytes()
+        path.write_text(junk)
+        capsys.readouterr()
+        assert cli.main(["replay", str(tmp_path / "run"), "--quiet"]) == 2, name
+        assert capsys.readouterr().err.startswith("calmatch: ")
+        path.write_bytes(whole)
+    (tmp_path / "run" / "environment.json").write_text('{"threads": 1000000000}')
+    assert cli.main(["replay", str(tmp_path / "run"), "--quiet"]) == 0

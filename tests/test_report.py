@@ -74,6 +74,20 @@ def test_the_page_stands_alone_and_shows_every_run(runs, tmp_path):
     assert not re.search(r"url\(|@import", build._text("page.css"))
 
 
+def test_a_page_of_many_runs_is_smaller_and_still_has_them_all(runs, tmp_path, monkeypatch):
+    few, _ = page_of(runs, tmp_path / "few.html")
+    monkeypatch.setattr(build, "MANY", 1)
+    many, page = page_of(runs, tmp_path / "many.html")
+    assert len(many) < len(few) - 10_000
+    for run in runs:
+        assert run.title in many
+    data = json.loads(next(script for script in page.scripts if script.startswith("{")))
+    for run in data["runs"]:
+        assert "low" not in run["smooth"]
+        assert 2 <= len(run["risk"]) <= content.COARSE.points
+        assert len(run["gaps"]) == len(data["gapGrid"]) == content.COARSE.grid
+
+
 def test_only_the_pages_own_scripts_may_run_and_nothing_may_be_fetched(runs, tmp_path):
     _, page = page_of(runs[:1], tmp_path / "report.html")
     policy = next(a["content"] for _, a in page.tags if a.get("http-equiv"))

@@ -7,6 +7,7 @@ of the work folder, a process or a connection is a finding. The same seed makes 
 from __future__ import annotations
 
 import argparse
+import csv
 import io
 import json
 import os
@@ -30,6 +31,7 @@ import safetensors.torch
 import torch
 import yaml
 from PIL import Image
+from record import put
 
 import calmatch
 from calmatch import (
@@ -45,6 +47,7 @@ from calmatch import (
     predict,
     results,
     spec,
+    table,
 )
 from calmatch.bench import groups, render, tables, tidy
 from calmatch.data import DATASETS, labels
@@ -190,9 +193,9 @@ def specs(chance: random.Random, work: Path) -> None:
 
 def _bound(text: str) -> None:
     item = spec.parse(text)
-    for table, kind in ((nets.NETS, "net"), (DATASETS, "dataset"), (methods.METHODS, "method")):
-        if item.name in table:
-            spec.bind(item, table, kind, 0 if kind == "dataset" else 2 if kind == "net" else 1)
+    for known, kind in ((nets.NETS, "net"), (DATASETS, "dataset"), (methods.METHODS, "method")):
+        if item.name in known:
+            spec.bind(item, known, kind, 0 if kind == "dataset" else 2 if kind == "net" else 1)
 
 
 def configs(chance: random.Random, work: Path) -> None:
@@ -245,6 +248,24 @@ def weights(chance: random.Random, work: Path) -> None:
 
 def _text(chance: random.Random, text: str) -> bytes:
     return text_of(chance, text).encode("utf-8", "surrogatepass")
+
+
+def answers(chance: random.Random, work: Path) -> None:
+    """Names of files and classes that somebody else chose, into a table and back."""
+    classes = tuple({text_of(chance, name) for name in ("cat", "dog")} - {""})
+    names = [os.fsdecode(bytes_of(chance, b"a/picture 1.png")) for _ in range(3)]
+    out = work / f"answers.{chance.choice(('csv', 'csv', 'csv', 'parquet'))}"
+    held = tuple(name for name in classes if "\ud800" not in name)  # model.json may not name it
+    with table.writer(out) as sheet:
+        for name in names:
+            sheet.write(table.Row(name, (held or ("x",))[0], 0.5, held, True))
+            sheet.skip(name, "it is broken")
+    if out.suffix == ".csv":
+        with out.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))
+        assert [len(row) for row in rows] == [len(table.COLUMNS)] * (len(names) + 1)
+        assert all(table.parted(row[3]) == held for row in rows[1:])
+        assert [row[0] for row in rows[1:]] == [table.text(name) for name in names]
 
 
 def pictures(chance: random.Random, work: Path) -> None:
@@ -338,10 +359,11 @@ def work_outside() -> str:
 
 
 TARGETS: dict[str, tuple[int, Target]] = {  # share of the inputs in percent
-    "spec strings": (30, specs),
+    "spec strings": (26, specs),
     "YAML and JSON configs": (18, configs),
     "CSV predictions": (9, csvs),
     "CSV labels": (6, labelled),
+    "tables of answers": (4, answers),
     "pretrained weights": (4, weights),
     "pictures": (16, pictures),
     "zips of pictures": (4, zips),
@@ -458,6 +480,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="targets with this text in their names")
+    parser.add_argument("--record", type=Path, help="a page with a place for the table")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it hangs")))
@@ -470,7 +493,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_now() + ROOM, resource.RLIM_INFINITY))
     seen = watch(work)
     findings: dict[str, list[str]] = {}
-    lines = []
+    lines, total = [], 0
     for name, (share, target) in TARGETS.items():
         if options.only not in name:
             continue
@@ -484,8 +507,13 @@ def main() -> int:
                 )
         took = time.monotonic() - began
         lines.append(f"| {name} | {number:,} | {sum(bad.values())} |")
+        total += number
         print(f"{name}: {number:,} inputs, {sum(bad.values())} findings, {took:.0f} s", flush=True)
-    print("\n| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines))
+    lines.append(f"| all | {total:,} | {sum(map(len, findings.values()))} |")
+    written = "| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines)
+    print(f"\n{written}")
+    if options.record:
+        put(options.record, "fuzz", written)
     for where, found in findings.items():
         print(f"{len(found):>6}  {where}\n        {found[0]}")
     if OUTSIDE.read_text() != '{"secret": 1}':

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from calmatch import log, ops
+from calmatch import log, memory, ops
 from calmatch.core import Batch
 from calmatch.data.batches import stream_seed
 from calmatch.flat import Flat
@@ -63,9 +63,9 @@ class Captured:
             with torch.cuda.graph(graph):
                 self._branches()
             self.graph = graph
-        except torch.OutOfMemoryError:
-            raise  # the eager step would only find the device as full
         except Exception as error:  # whatever a plug-in may do: the eager step still works
+            if memory.behind(error):  # but not where it would find the device as full
+                raise torch.OutOfMemoryError(str(error)) from error
             self.failed = True
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             log.tell(

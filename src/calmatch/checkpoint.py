@@ -231,11 +231,23 @@ def lock(folder: Path) -> Iterator[None]:
         _held.add(file)
         try:
             for litter in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
-                if litter.suffixes[-2:-1] and litter.suffixes[-2][1:].isdecimal():
-                    litter.unlink(missing_ok=True)  # a killed process had not finished writing it
+                number = litter.suffixes[-2][1:] if len(litter.suffixes) > 1 else ""
+                if number.isdecimal() and not _writing(int(number)):
+                    litter.unlink(missing_ok=True)  # a killed process had not finished it
             yield
         finally:
             _held.discard(file)
+
+
+def _writing(process: int) -> bool:
+    """Whether it may still write: a run's page is made when its lock is free again."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
 
 
 _held: set[IO[str]] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, heads, judge, log, nets, outcome, spec, trainer
+from calmatch import checkpoint, evaluate, heads, judge, log, memory, nets, outcome, spec, trainer
 from calmatch import plan as plans
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -107,8 +108,10 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
             with log.hush():
                 trainer.train(best.config, folder, quiet=quiet)
             break
-        except torch.OutOfMemoryError:
-            plan = _smaller(wish, plan, folder, quiet)
+        except (RuntimeError, MemoryError) as error:
+            if not memory.full(error):
+                raise
+        plan = _smaller(wish, plan, folder, quiet)  # the error, which held tensors, is gone
     stage(6)
     return outcome.write(wish, plan, folder, found, images, best, tried, quiet)
 
@@ -170,6 +173,9 @@ def _smaller(wish: Wish, plan: Plan, folder: Path, quiet: bool) -> Plan:
     """After the device ran out of memory: half the batch, and what was trained is dropped."""
     if plan.batch < 2:
         raise ValueError("The device has too little memory even for one picture; use --device cpu.")
+    if torch.cuda.is_available():
+        gc.collect()  # what failed may hold much of the device
+        torch.cuda.empty_cache()
     plan = dataclasses.replace(plan, batch=plan.batch // 2)
     log.tell(f"The device's memory is full; trying again with batches of {plan.batch}.", quiet)
     _save(folder, wish, plan)

@@ -9,7 +9,6 @@ steps since the last checkpoint are made again one by one, to find the first tha
 from __future__ import annotations
 
 import gc
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, log, parallel
+from calmatch import checkpoint, log, parallel, runfiles
 from calmatch.config import Config
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ def _go_back(
 def dumped(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """State, its note, and what is told of a fault, from its folder."""
     try:
-        told = json.loads((folder / "fault.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        told = runfiles.read_json(folder / "fault.json")
+    except ValueError as error:
         raise ValueError(f"{folder} holds no fault that can be read.") from error
     return *checkpoint.read(folder / "state.safetensors"), told

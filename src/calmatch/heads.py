@@ -37,19 +37,19 @@ VIEWS = ("weak", "strong")
 class Store(NamedTuple):
     """Features [N, 1 + 2 V, D] of each picture: as it is, V weak views, V strong ones.
 
-    Beside a CPU the blocks are memory maps: the system reads what is needed and holds no more.
+    Beside a CPU the blocks stay in their files, and only what a step needs is read.
     """
 
-    blocks: Sequence[Tensor]  # equally many rows in each, fewer in the last
+    blocks: Sequence[Tensor | cache.Mapped]  # equally many rows in each, fewer in the last
     views: int
 
     @property
     def width(self) -> int:
-        return self.blocks[0].shape[-1]
+        return _tensor(self.blocks[0]).shape[-1]
 
     @property
     def device(self) -> torch.device:
-        return self.blocks[0].device
+        return _tensor(self.blocks[0]).device
 
     def __len__(self) -> int:
         return sum(len(block) for block in self.blocks)
@@ -60,13 +60,13 @@ class Store(NamedTuple):
     def take(self, rows: Tensor, places: Tensor) -> Tensor:
         """One of its views of each row, as a picture of one pixel."""
         if len(self.blocks) == 1:
-            return _pixel(self.blocks[0][rows, places])
+            return _pixel(_some(self.blocks[0], rows, places))
         number = rows // len(self.blocks[0])
         order, counts = number.argsort(), number.bincount(minlength=len(self.blocks))
-        found = torch.empty(len(rows), self.width, dtype=self.blocks[0].dtype)
+        found = torch.empty(len(rows), self.width, dtype=_tensor(self.blocks[0]).dtype)
         for block, some in zip(self.blocks, order.split(counts.tolist()), strict=True):
             if len(some):
-                found[some] = block[rows[some] % len(self.blocks[0]), places[some]]
+                found[some] = _some(block, rows[some] % len(self.blocks[0]), places[some])
         return _pixel(found)
 
     def view(self, name: str) -> Transform:
@@ -80,6 +80,14 @@ class Store(NamedTuple):
             return self.take(rows, start + which)
 
         return transform
+
+
+def _tensor(block: Tensor | cache.Mapped) -> Tensor:
+    return block.tensor if isinstance(block, cache.Mapped) else block
+
+
+def _some(block: Tensor | cache.Mapped, rows: Tensor, places: Tensor) -> Tensor:
+    return block.take(rows, places) if isinstance(block, cache.Mapped) else block[rows, places]
 
 
 def _pixel(features: Tensor) -> Tensor:
@@ -236,24 +244,24 @@ def _features(
     net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
     width = nets.feature_size(net, parts.size)
     key = _key(net, images, config, views) if kept else ""
-    blocks = []
+    blocks: list[Tensor | cache.Mapped] = []
     for number, start in enumerate(range(0, len(images), BLOCK)):
         rows = torch.arange(start, min(start + BLOCK, len(images)))
         shape, before = (len(rows), 1 + 2 * views, width), bar.done
-        fill = functools.partial(_fill, net, parts, config, taken(images, rows), number, bar)
+        fill = functools.partial(_fill, net, parts, config, images, rows, bar)
         if kept:
-            block = cache.array(f"features-{key}-{number}", shape, fill, np.float16)
+            blocks.append(cache.mapped(f"features-{key}-{number}", shape, fill, np.float16))
         else:
             array = np.zeros(shape, np.float16)
             fill(array)
-            block = torch.from_numpy(array)
+            blocks.append(torch.from_numpy(array))
         bar.advance(before + len(rows) * shape[1] - bar.done)  # what was in the cache
-        blocks.append(block)
     if parts.device.type == "cpu":
         return Store(blocks, views)
-    whole = torch.empty(len(images), *blocks[0].shape[1:], dtype=torch.float16, device=parts.device)
+    shape = (len(images), *_tensor(blocks[0]).shape[1:])
+    whole = torch.empty(shape, dtype=torch.float16, device=parts.device)
     for into, block in zip(whole.split(BLOCK), blocks, strict=True):
-        into.copy_(block)
+        into.copy_(_tensor(block))
     return Store([whole], views)
 
 
@@ -262,13 +270,14 @@ def _fill(
     net: nn.Module,
     parts: Parts,
     config: Config,
-    pictures: Tensor,
-    number: int,
+    images: files.Images,
+    rows: Tensor,
     bar: log.Bar,
     found: NDArray[np.float16],
 ) -> None:
     """Features of a block of pictures; every view has its own stream of chance."""
-    device, pictures = parts.device, pictures.to(parts.device)
+    device, number = parts.device, int(rows[0]) // BLOCK
+    pictures = taken(images, rows).to(device)
     mean, std = (torch.tensor(v, device=device) for v in parts.statistics)
     views = (found.shape[1] - 1) // 2
     pipelines = {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)}
@@ -279,10 +288,10 @@ def _fill(
             made = pipelines[VIEWS[(place - 1) // views]](pictures, chance)
         size = 32 if device.type == "cpu" else 256  # what fits a CPU's cache
         for start in range(0, len(made), size):
-            images = normalise(made[start : start + size], mean, std)
-            out: Output = net(images.contiguous(memory_format=torch.channels_last))
+            some = normalise(made[start : start + size], mean, std)
+            out: Output = net(some.contiguous(memory_format=torch.channels_last))
             found[start : start + size, place] = out.features.cpu().numpy()
-            bar.advance(len(images))
+            bar.advance(len(some))
 
 
 def _key(net: nn.Module, images: files.Images, config: Config, views: int) -> str:
@@ -298,10 +307,12 @@ def _key(net: nn.Module, images: files.Images, config: Config, views: int) -> st
     total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     if isinstance(images, files.Files):
         total.update(files.stamp(images).encode())
+    elif isinstance(images, files.Kept):
+        total.update(images.key.encode() + images.rows.numpy().tobytes())
     else:
         total.update(str(tuple(images.shape)).encode())
-        for rows in torch.arange(len(images)).split(4096):
-            total.update(taken(images, rows).contiguous().numpy().data)
+        for block in images.split(4096):
+            total.update(block.contiguous().numpy().data)
     return total.hexdigest()
 
 
@@ -310,7 +321,8 @@ def timed(config: Config, parts: Parts, pictures: Tensor) -> float:
     net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
     found = np.zeros((len(pictures), 3, nets.feature_size(net, parts.size)), np.float16)
     with log.Bar("", 0, 0, True) as bar:
-        _fill(net, parts, config, pictures, 0, bar, found)  # the first time is slower
+        rows = torch.arange(len(pictures))
+        _fill(net, parts, config, pictures, rows, bar, found)  # the first time is slower
         began = time.perf_counter()
-        _fill(net, parts, config, pictures, 0, bar, found)
+        _fill(net, parts, config, pictures, rows, bar, found)
     return (time.perf_counter() - began) / len(pictures) / 3

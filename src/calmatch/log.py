@@ -168,5 +168,11 @@ def hush() -> Iterator[None]:
 
 def tell(text: str, quiet: bool = False) -> None:
     """A line for the person at the console."""
-    if not quiet and not _hushed and parallel.rank() == 0:
+    if not quiet and not _hushed:
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """A line that is never left out: something was lost."""
+    if parallel.rank() == 0:
         console.print(text, markup=False, soft_wrap=True)

@@ -22,10 +22,20 @@ SETTINGS = {
 }
 
 
-def advice(error: Exception, command: str) -> str | None:
-    """The sentence for an error that means too little memory; None for any other."""
+def full(error: BaseException) -> bool:
+    """Whether an error means too little memory."""
     named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in TEXTS)
-    if not (named or said or isinstance(error, MemoryError)):
+    return named or said or isinstance(error, MemoryError)
+
+
+def behind(error: BaseException | None) -> bool:
+    """Whether too little memory led to it: ending a capture hides the error that broke it."""
+    return error is not None and (full(error) or behind(error.__cause__ or error.__context__))
+
+
+def advice(error: Exception, command: str) -> str | None:
+    """The sentence for an error that means too little memory; None for any other."""
+    if not full(error):
         return None
     return f"There is not enough memory on the device; lower {SETTINGS.get(command, TRAINING)}."

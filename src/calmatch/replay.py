@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from calmatch import checkpoint, guard, runfiles, trainer
 from calmatch import config as configs
-from calmatch import guard, trainer
 from calmatch.config import Config
 from calmatch.environment import deterministic, differences
 
 if TYPE_CHECKING:
     from calmatch.options import ReplayOptions
+
+THREADS = 4096  # more are not believed
 
 
 class Different(Exception):
@@ -76,6 +78,7 @@ def replay(
         trust: import code that the config names.
         quiet: no progress bar and no lines.
     """
+    checkpoint.no_links(folder)
     config = _config(folder, device, trust)
     told = _told(folder, config.steps)
     if steps is None and not (folder / "result.json").exists():
@@ -89,14 +92,14 @@ def replay(
         )
     if any(line["kind"] == "rollback" for _, _, line in told):
         config = config.replace(on_nan="rollback")
-    before = json.loads((folder / "environment.json").read_text("utf-8"))
+    before = runfiles.read_json(folder / "environment.json")
     with tempfile.TemporaryDirectory(prefix="calmatch-replay-") as room, _threads(before):
         again = Path(room) / folder.resolve().name
         if steps is None:
             trainer.train(config, again, quiet=quiet)
         else:
             trainer.first(config, again, steps, quiet=quiet)
-        now = json.loads((again / "environment.json").read_text("utf-8"))
+        now = runfiles.read_json(again / "environment.json")
         verdict = _compare(told, _told(again, config.steps), folder, again, steps is None)
     verdict = verdict._replace(differ=differences(before, now))
     _say(verdict, tolerance)
@@ -115,7 +118,9 @@ def _told(folder: Path, most: int) -> list[Told]:
     try:
         raw = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
         lines = [(line, json.loads(line)) for line in raw if line.endswith(b"\n")]
-        return [(int(found["step"]), line, found) for line, found in lines if found["step"] <= most]
+        steps = [(int(found["step"]), str(found["kind"])) for _, found in lines]
+        pairs = zip(steps, lines, strict=True)
+        return [(step, line, found) for (step, _), (line, found) in pairs if step <= most]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} has no metrics.jsonl that can be read.") from error
 
@@ -124,7 +129,8 @@ def _told(folder: Path, most: int) -> list[Told]:
 def _threads(before: Mapping[str, Any]) -> Iterator[None]:
     """As many threads as the run had: sums on a CPU are divided among them."""
     held = torch.get_num_threads()
-    torch.set_num_threads(int(before.get("threads", held)))
+    wanted = before.get("threads")
+    torch.set_num_threads(wanted if type(wanted) is int and 0 < wanted <= THREADS else held)
     try:
         yield
     finally:
@@ -166,11 +172,10 @@ def _predictions(folder: Path, again: Path) -> tuple[bool, float, str]:
     paths = [place / "predictions.npz" for place in (folder, again)]
     found = []
     for path in paths:
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                found.append(np.exp(arrays["log_probs"].astype(np.float64)))
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{path} cannot be read.") from error
+        arrays = runfiles.read_arrays(path)
+        if "log_probs" not in arrays or arrays["log_probs"].dtype.kind != "f":
+            raise ValueError(f"{path} must hold `log_probs`.")
+        found.append(np.exp(arrays["log_probs"].astype(np.float64)))
     one, two = found
     if one.shape != two.shape:
         return False, math.inf, f"{one.shape} predictions became {two.shape}"
@@ -207,9 +212,13 @@ def fault(folder: Path, *, device: str | None = None, trust: bool = False) -> di
         device: another one than the config names.
         trust: import code that the config names.
     """
+    checkpoint.no_links(folder.resolve().parent)
     tensors, note, told = guard.dumped(folder)
     config = _config(folder.resolve().parent, device, trust)
-    until = int(told["noticed"] if told["step"] is None else told["step"] + 1)
+    last = told.get("noticed") if told.get("step") is None else told["step"] + 1
+    if type(last) is not int or not 0 <= last <= config.steps:
+        raise ValueError(f"{folder} holds no fault that can be read.")
+    until = last
     with torch.random.fork_rng(), deterministic(config.deterministic):
         run = trainer.fresh(config.replace(compile=False))
         run.restore(tensors, note)

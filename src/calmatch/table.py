@@ -47,7 +47,7 @@ class Sheet:
         if self.list is None:
             draft = self.stack.enter_context(checkpoint.draft(self.beside))
             opened = self.stack.enter_context(draft.open("w", newline="", encoding="utf-8"))
-            self.list = csv.writer(opened, lineterminator="\n")
+            self.list = Rows(opened)
             self.list.writerow(("file", "reason"))
         self.list.writerow((text(file), text(reason)))
         if len(self.skipped) < KEPT:
@@ -98,9 +98,20 @@ def parted(cell: str) -> tuple[str, ...]:
     return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
 
 
+class Rows:
+    """CSV; Python before 3.13 leaves a lone carriage return unquoted, where readers end the row."""
+
+    def __init__(self, file: Any) -> None:
+        self.plain = csv.writer(file, lineterminator="\n")
+        self.quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+
+    def writerow(self, cells: Sequence[str]) -> None:
+        (self.quoted if any("\r" in cell for cell in cells) else self.plain).writerow(cells)
+
+
 class _Csv:
     def __init__(self, file: Any) -> None:
-        self.rows = csv.writer(file, lineterminator="\n")
+        self.rows = Rows(file)
         self.rows.writerow(COLUMNS)
 
     def write(self, row: Row) -> None:

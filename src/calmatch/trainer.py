@@ -143,7 +143,7 @@ def _resume(runs: Sequence[Training], folders: Sequence[Path], quiet: bool) -> l
         limit = min(steps)  # a kill between two saves: the slower one decides
     kept = []
     for line in said:
-        log.tell(line)  # also when quiet: something was lost
+        log.warn(line)
     for run, folder, (found, _) in zip(runs, folders, read, strict=True):
         if found:
             run.restore(*found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +47,25 @@ class Forks:
 
     def __init__(self) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` and nohup let it be ignored
-        self.server: subprocess.Popen[str] = subprocess.Popen(
+        self.server: subprocess.Popen[bytes] = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
             env=ALONE,
         )
         self.codes: dict[int, int] = {}
-        assert self._line() == "ready"
+        self.pending = b""
+        assert self._line() == b"ready"
 
-    def _line(self) -> str:
+    def _line(self) -> bytes:
+        """The next line; read by hand, because what Python has buffered `select` does not see."""
         assert self.server.stdout is not None
-        return self.server.stdout.readline().strip()
+        while b"\n" not in self.pending:
+            more = os.read(self.server.stdout.fileno(), 65536)
+            assert more, "the server has ended"
+            self.pending += more
+        line, _, self.pending = self.pending.partition(b"\n")
+        return line
 
     def start(self, words: list[str], output: Path, *, plain: bool = False, **how: Any) -> Process:
         """`how`: `clock`, a seed of jumps of the wall clock; `meek`, without root's rights."""
@@ -69,7 +77,9 @@ class Forks:
                 )
             return Process(child.pid, output, child)
         assert self.server.stdin is not None
-        self.server.stdin.write(json.dumps({"words": words, "output": str(output), **how}) + "\n")
+        order = json.dumps({"words": words, "output": str(output), **how}) + "\n"
+        self.server.stdin.write(order.encode())
+        self.server.stdin.flush()
         while (line := json.loads(self._line())).get("started") is None:
             self.codes[line["pid"]] = line["code"]
         return Process(line["started"], output, None)
@@ -79,7 +89,7 @@ class Forks:
             if process.plain is not None:
                 process.code = process.plain.poll()
             else:
-                while select.select([self.server.stdout], [], [], 0)[0]:
+                while self.pending or select.select([self.server.stdout], [], [], 0)[0]:
                     line = json.loads(self._line())
                     self.codes[line["pid"]] = line["code"]
                 process.code = self.codes.pop(process.pid, None)
@@ -121,6 +131,7 @@ def serve() -> list[str] | None:
     calmatch.results.RESAMPLES = FEW
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, "threads do not survive a fork"
+    gc.freeze()  # a collection in a child would copy every page of ours
     print("ready", flush=True)
     pending = b""
     while True:
@@ -182,7 +193,18 @@ def _drop_rights() -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     words = serve()
-    if words is not None:
-        from calmatch.cli import main
+    if words is None:
+        os._exit(0)
+    from calmatch.cli import main
 
-        sys.exit(main(words))
+    code: object = 1
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)  # taking the copy of it all apart is slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import hits
 from forks import Forks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from record import put
 
 WEIGHTS = {"bench": 0.1, "files": 3, "fit": 0.6}  # a suite starts real Pythons: dear
 
@@ -23,6 +27,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--case", choices=list(hits.CASES))
     parser.add_argument("--kind", choices=list(hits.HITS))
+    parser.add_argument("--record", type=Path, help="a page with a place for the table")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     done: Counter[str] = Counter()
@@ -66,7 +71,10 @@ def main() -> int:
             flush=True,
         )
     stage.close()
-    print(f"\n| kind | hits | survived |\n|---|---|---|\n{_rows(done, survived)}")
+    table = f"| kind | hits | survived |\n|---|---|---|\n{_rows(done, survived)}"
+    print(f"\n{table}")
+    if options.record:
+        put(options.record, "hits", table)
     if failed:
         print("\n".join(failed))
         return 1

@@ -134,7 +134,8 @@ class _Queue:
         self.attempts[run] += 1
         self.ray.get(self.desk.expect.remote(run, self.attempts[run]))
         job = self.jobs[run]
-        order = Order(run, self.attempts[run], job.name, job.config, self.env, self.every)
+        home = str(job.folder)
+        order = Order(run, self.attempts[run], job.name, job.config, home, self.env, self.every)
         self.going[self.work.remote(self.desk, order)] = run
 
     def turn(self, asked: int) -> None:

@@ -103,6 +103,7 @@ class Order(NamedTuple):
     attempt: int
     name: str
     config: Config
+    home: str  # the run's folder where the suite was started
     env: Mapping[str, str]
     every: float  # seconds between two sendings of checkpoints
 
@@ -145,6 +146,8 @@ def _attend(
         if code is not None or time.monotonic() - sent >= order.every:
             sent = time.monotonic()
             files, marks = changed(folder, marks)
+            if jobs.LOG in files:  # nobody finds the node's own folder later
+                files[jobs.LOG] = files[jobs.LOG].replace(bytes(folder), order.home.encode())
         step = jobs.reached(folder)
         stop = _answer(desk.report.remote(order.run, order.attempt, step, files, list(marks)))
         if code is not None:

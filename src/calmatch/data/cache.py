@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,39 @@ def note(path: Path, content: Any) -> None:
     draft.replace(path)
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """An array in a file. What was looked at is let go at once: the system's own cache keeps it."""
+
+    tensor: Tensor
+    pages: mmap.mmap
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def take(self, *rows: Tensor) -> Tensor:
+        """Some of it, as `tensor[rows]`."""
+        found = self.tensor[rows]
+        self.pages.madvise(mmap.MADV_DONTNEED)
+        return found
+
+
+def rest(array: NDArray[Any]) -> None:
+    """Let go of the pages of an array that is being filled; what they hold is in the file."""
+    if isinstance(array, np.memmap):
+        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
 def array(
     key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None], dtype: Any = np.uint8
 ) -> Tensor:
+    """The array of this key, filled on first use."""
+    return mapped(key, shape, fill, dtype).tensor
+
+
+def mapped(
+    key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None], dtype: Any = np.uint8
+) -> Mapped:
     """The array of this key, filled on first use.
 
     It is written under another name and renamed when whole, so an interrupted build is never
@@ -55,4 +87,4 @@ def array(
         raise ValueError(f"{path} is not what it should be; delete it.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it
-        return torch.from_numpy(found)
+        return Mapped(torch.from_numpy(found), found._mmap)

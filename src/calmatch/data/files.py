@@ -10,10 +10,11 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from calmatch.data import cache
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 Pixels = NDArray[np.uint8]
+T = TypeVar("T")
 BROKEN = (  # what Pillow's readers raise at a damaged file
     OSError,
     ValueError,
@@ -83,21 +85,22 @@ class Files:
 class Kept:
     """Rows of decoded pictures in a file of the cache: read when asked for, never held."""
 
-    images: Tensor  # uint8 [M, 3, H, W], a memory map
+    file: cache.Mapped  # uint8 [M, 3, H, W]
     rows: Tensor  # [N]
+    key: str  # of the file, which says what it holds
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self), *self.images.shape[1:])
+        return (len(self), *self.file.tensor.shape[1:])
 
     def take(self, rows: Sequence[int] | Tensor) -> Tensor:
-        return self.images[self.rows[rows]]
+        return self.file.take(self.rows[rows])
 
     def some(self, rows: Sequence[int] | Tensor) -> Kept:
-        return Kept(self.images, self.rows[rows])
+        return Kept(self.file, self.rows[rows], self.key)
 
 
 Images = Tensor | Files | Kept
@@ -187,6 +190,13 @@ def listed(root: Path, below: str = "") -> dict[str, list[str]]:
     return found
 
 
+def each(act: Callable[[int], T], number: int, ahead: int = 512) -> Iterator[T]:
+    """act(0), act(1), ... by threads, never many ahead of the one who asks."""
+    with ThreadPoolExecutor() as pool:
+        for start in range(0, number, ahead):
+            yield from pool.map(act, range(start, min(start + ahead, number)))
+
+
 def digest(files: Files) -> str:
     """A key of the contents, names and size."""
     total = hashlib.blake2b(digest_size=16)
@@ -196,9 +206,8 @@ def digest(files: Files) -> str:
             total.update(hashlib.file_digest(archive, "blake2b").digest())
         total.update("\n".join(files.names).encode())
         return total.hexdigest()
-    with ThreadPoolExecutor() as pool:
-        for name, data in zip(files.names, pool.map(files.data, range(len(files))), strict=True):
-            total.update(f"\n{name} {len(data)} ".encode() + hashlib.blake2b(data).digest())
+    for name, data in zip(files.names, each(files.data, len(files)), strict=True):
+        total.update(f"\n{name} {len(data)} ".encode() + hashlib.blake2b(data).digest())
     return total.hexdigest()
 
 
@@ -215,8 +224,7 @@ def loaded(files: Files, title: str) -> Tensor:
     """All pictures, decoded once and kept in the cache."""
 
     def fill(pictures: Pixels) -> None:
-        with ThreadPoolExecutor() as pool:
-            for place, picture in enumerate(pool.map(files.picture, range(len(files)))):
-                pictures[place] = picture
+        for place, picture in enumerate(each(files.picture, len(files))):
+            pictures[place] = picture
 
     return cache.array(f"{title}-{digest(files)}", files.shape, fill)

@@ -6,7 +6,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from PIL import Image
 
 from calmatch.data import cache, labels
 from calmatch.data.dataset import Dataset
-from calmatch.data.files import SUFFIXES, Files, Kept, Pixels, opened, stamp
+from calmatch.data.files import SUFFIXES, Files, Kept, Pixels, each, opened, stamp
 from calmatch.data.official import IMAGENET
 
 UNLABELLED = ("unlabelled", "unlabeled")
@@ -196,19 +195,20 @@ def decoded(
             return None
 
     def fill(pictures: Pixels | None) -> None:
-        with ThreadPoolExecutor() as pool:
-            for place, picture in enumerate(pool.map(one, range(len(files)))):
-                if picture is not None and pictures is not None:
-                    pictures[place] = picture
-                if seen is not None:
-                    seen(place + 1)
+        for place, picture in enumerate(each(one, len(files))):
+            if picture is not None and pictures is not None:
+                pictures[place] = picture
+                if place % 1024 == 0:
+                    cache.rest(pictures)
+            if seen is not None:
+                seen(place + 1)
         cache.note(record, broken)
 
     if strict or not record.exists():
         (cache.folder() / f"{key}.npy").unlink(missing_ok=True)
     images: Kept | Files = files
     if not large:
-        images = Kept(cache.array(key, files.shape, fill), torch.arange(len(files)))
+        images = Kept(cache.mapped(key, files.shape, fill), torch.arange(len(files)), key)
     elif strict or not record.exists():
         fill(None)
     bad = json.loads(record.read_text("utf-8"))

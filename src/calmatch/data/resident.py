@@ -56,7 +56,7 @@ class Lent(Resident):
     def batches(self, size: int) -> Iterator[Tensor]:
         """All pictures in order."""
         for rows in self.images.split(size):
-            yield self.kept.images[rows]
+            yield self.kept.file.take(rows)
 
     def some(self, rows: Tensor) -> Lent:
         """Only these rows."""

@@ -20,8 +20,7 @@ from calmatch.report.console import COLUMNS, LEGEND
 from calmatch.results import Run
 
 HERE = Path(__file__).parent
-DRAWS = 500  # resamples of bands and of chance
-MANY = 50  # runs on a page beyond which a tenth must do
+MANY = 50  # runs on a page beyond which their curves get fewer points and no bands
 SCRIPTS = ("spots.js", "charts.js", "compare.js", "page.js")
 # Only our own scripts run, by their hashes; nothing can be fetched, sent or framed.
 POLICY = (
@@ -33,11 +32,11 @@ POLICY = (
 def build(runs: Sequence[Run], path: Path) -> Path:
     """Write the page of one run, or the comparison of several."""
     found = [summary.judged(*run.predictions()) for run in runs]
-    draws = DRAWS if len(runs) <= MANY else DRAWS // 10  # nobody reads a thousand bands closely
+    detail = content.FINE if len(runs) <= MANY else content.COARSE
     data: dict[str, Any] = {
-        "runs": [content.numbers(*pair, draws) for pair in zip(runs, found, strict=True)]
+        "runs": [content.numbers(*pair, detail) for pair in zip(runs, found, strict=True)]
     }
-    chances = [summary.chance(one, draws=2 * draws // 5) for one in found]
+    chances = [summary.chance(one, draws=detail.draws) for one in found]
     view: dict[str, Any] = {"about": [content.about(run, path) for run in runs]}
     if len(runs) == 1:
         data |= content.details(runs[0], found[0])
@@ -47,7 +46,7 @@ def build(runs: Sequence[Run], path: Path) -> Path:
             "pictures": words.pictures(runs[0]),
         }
     else:
-        data["gapGrid"] = summary.gap_grid(found)
+        data["gapGrid"] = summary.gap_grid(found, detail.grid)
         for run, one in zip(data["runs"], found, strict=True):
             run["gaps"] = summary.gaps(one, data["gapGrid"])
         view |= {
@@ -71,7 +70,7 @@ def _page(runs: Sequence[Run], data: dict[str, Any], view: dict[str, Any]) -> st
             view,
             heading=runs[0].title if len(runs) == 1 else f"{len(runs)} runs compared",
             over=" · ".join(dict.fromkeys(content.origin(run) for run in runs)),
-            data=_finite(data),
+            data=_finite(data, 5 if len(runs) <= MANY else 3),
             runs=data["runs"],
             classes=data.get("classes", []),
             per_class=data.get("perClass", []),
@@ -124,12 +123,12 @@ def _hash(script: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Any, digits: int = 5) -> Any:
     """JSON knows no NaN; and five digits are more than a chart shows."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _finite(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_finite(item, digits) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value

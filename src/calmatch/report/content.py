@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from calmatch import examples, metrics, runfiles
 from calmatch.report import pictures, summary, words
@@ -33,16 +33,32 @@ def measured(run: Run, found: Judged) -> dict[str, Any]:
     return {**values, **means, "over_shown": abs(means["over"]) > spread, "n": n}
 
 
-def numbers(run: Run, found: Judged, draws: int = 500) -> dict[str, Any]:
+class Detail(NamedTuple):
+    """How finely a page's curves are drawn."""
+
+    points: int  # of the smooth and the risk curve
+    band: int  # resamples behind the smooth curve's band; 0: none is drawn
+    draws: int  # behind the ECE of chance alone
+    lines: int  # of a training curve
+    grid: int  # points of a density
+
+
+FINE = Detail(points=101, band=500, draws=200, lines=200, grid=64)
+COARSE = Detail(points=21, band=0, draws=100, lines=12, grid=24)
+
+
+def numbers(run: Run, found: Judged, detail: Detail = FINE) -> dict[str, Any]:
     """What the charts that every page has are drawn from."""
+    known = run.result["metrics"].get("smooth_ece") if detail is COARSE else None
+    trained = [_chosen(line, TRAINED) for line in _lines(run, "train")]
     return {
         "title": run.title,
         "bins": summary.bins(found),
-        "smooth": summary.smooth(found, resamples=draws),
-        "risk": summary.risk(found),
+        "smooth": summary.smooth(found, detail.points, detail.band, known and known["value"]),
+        "risk": summary.risk(found, detail.points - 1),
         "point": operating_point(run, found),
-        "tested": curves(run),
-        "trained": summary.thin([_chosen(line, TRAINED) for line in _lines(run, "train")]),
+        "tested": curves(run, detail.lines),
+        "trained": summary.thin(trained, detail.lines),
         **measured(run, found),
     }
 
@@ -83,12 +99,12 @@ def _selective(run: Run) -> dict[str, Any]:
     return _json(run.folder / "model.json").get("selective") or {}
 
 
-def curves(run: Run) -> list[dict[str, Any]]:
+def curves(run: Run, most: int) -> list[dict[str, Any]]:
     """Error and ECE over time, on every set that was measured."""
     lines: list[dict[str, Any]] = []
     for split in ("test", "validation"):
         chosen = [_chosen(line, ("error", "ece")) for line in _lines(run, split)]
-        lines += [{**line, "split": split} for line in summary.thin(chosen)]
+        lines += [{**line, "split": split} for line in summary.thin(chosen, most)]
     return lines
 
 

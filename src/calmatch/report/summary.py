@@ -77,24 +77,32 @@ def chance(found: Judged, number: int = BINS, draws: int = 200) -> dict[str, flo
     return {"low": float(low / n), "mean": float(mean / n), "high": float(high / n)}
 
 
-def smooth(found: Judged, points: int = 101, resamples: int = 500) -> dict[str, Any]:
-    """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band."""
-    own, error = metrics.smooth_width(found.confidence, found.right)
+def smooth(
+    found: Judged, points: int = 101, resamples: int = 500, known: float | None = None
+) -> dict[str, Any]:
+    """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band.
+
+    Args:
+        found: predictions.
+        points: of the curve, before those that too few pictures are near to are left out.
+        resamples: behind the band; 0: no band.
+        known: SmoothECE, where it was measured: its kernel's width is the same number.
+    """
+    own = error = known or 0.0
+    if known is None:
+        own, value = metrics.smooth_width(found.confidence, found.right)
+        error = float(value)
     width = max(own, WIDTH)
     at = torch.linspace(0, 1, points, dtype=torch.float64)
     accuracy, density = metrics.smooth_accuracy(found.confidence, found.right, width, at)
     near = density * len(found.right) * width * (2 * torch.pi) ** 0.5  # pictures under the kernel
-    low, high = _band(found, width, at.numpy(), resamples)
     seen = near >= 5  # a curve through fewer says nothing
-    return {
-        "at": at[seen].tolist(),
-        "accuracy": accuracy[seen].tolist(),
-        "low": low[seen.numpy()].tolist(),
-        "high": high[seen.numpy()].tolist(),
-        "density": (density / density.max()).tolist(),
-        "width": width,
-        "value": float(error),
-    }
+    curve = {"at": at[seen].tolist(), "accuracy": accuracy[seen].tolist()}
+    if resamples:
+        ends = _band(found, width, at.numpy(), resamples)
+        curve |= {k: v[seen.numpy()].tolist() for k, v in zip(("low", "high"), ends, strict=True)}
+        curve["density"] = (density / density.max()).tolist()
+    return {**curve, "width": width, "value": error}
 
 
 def _band(found: Judged, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
@@ -129,17 +137,20 @@ def risk(found: Judged, points: int = 100) -> list[dict[str, float]]:
     if len(ends) > points:
         wanted = torch.linspace(0, len(ordered) - 1, points).round().long()
         ends = ends[torch.searchsorted(ends, wanted).clamp_max(len(ends) - 1)].unique()
-    rows = []
-    for end in ends.tolist():
-        number = end + 1
-        error = float(wrong[end]) / number
-        low, high = wilson(error, number)
-        row = {"coverage": number / len(ordered), "n": number, "error": error}
-        row |= {"low": float(low), "high": float(high)}
-        rows.append(
-            row | {"promised": float(promised[end]) / number, "threshold": float(ordered[end])}
-        )
-    return rows
+    number = (ends + 1).double()
+    error = wrong[ends] / number
+    low, high = wilson(error.numpy(), number.numpy())
+    columns = {
+        "coverage": number / len(ordered),
+        "n": ends + 1,
+        "error": error,
+        "low": low,
+        "high": high,
+        "promised": promised[ends] / number,
+        "threshold": ordered[ends],
+    }
+    lists = [column.tolist() for column in columns.values()]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
 def most_answers(found: Judged, error: float) -> dict[str, float] | None:
@@ -250,10 +261,10 @@ def gaps(found: Judged, grid: Sequence[float]) -> list[float]:
     return _density(gap(found.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
 
 
-def gap_grid(all_found: Sequence[Judged]) -> list[float]:
+def gap_grid(all_found: Sequence[Judged], points: int = GRID) -> list[float]:
     """A grid on which the logit distances of several runs can be laid over each other."""
     tops = [gap(found.log_probs.double()).clamp_max(200.0).max() for found in all_found]
-    return _short(np.linspace(0, 1.05 * float(max(tops)) + 1e-9, GRID))
+    return _short(np.linspace(0, 1.05 * float(max(tops)) + 1e-9, points))
 
 
 def _grid(values: Floats) -> Floats:

@@ -48,9 +48,9 @@ def smooth(runs: Sequence[Data]) -> Table:
     for run in runs:
         curve = run["smooth"]
         for place in range(0, len(curve["at"]), 5):
-            low, high = curve["low"][place], curve["high"][place]
             cells = [percent(curve["at"][place], 0), percent(curve["accuracy"][place])]
-            rows.append([*_named(runs, run), *cells, f"{percent(low)}–{percent(high)}"])
+            ends = [percent(curve[end][place]) for end in ("low", "high") if end in curve]
+            rows.append([*_named(runs, run), *cells, "–".join(ends)])
     return made(_headed(runs, ["confidence, %", "accuracy, %", "95 % interval"]), rows)
 
 
