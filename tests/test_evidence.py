@@ -204,12 +204,14 @@ def test_a_missing_or_damaged_pack_is_a_sentence(tmp_path, monkeypatch, content)
         data.build("packed(name='y')")
 
 
-def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path):
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path, monkeypatch, frozen):
     """Every label is held out once, by the folds' runs together; then the temperature is fit's."""
     from calmatch import judge, recipes
 
     config = recipes.digits_40("freematch", ema=0.9, steps=4, eval_every=2, chunk=2)
-    config = config.replace(net="small(width=2)", device="cpu")
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
+    config = config.replace(net="small(width=2)", device="cpu", frozen=frozen)
     whole = trainer.train(config, tmp_path / "runs" / "whole", quiet=True)
     split = json.loads((whole.folder / "split.json").read_text())
     held = []

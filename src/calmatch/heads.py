@@ -185,6 +185,11 @@ class Frozen:
         sets: dict[str, tuple[Source, Tensor]] = {}
         pictures, truth = base.sets["test"]
         sets["test"] = (Rows(self.tested, torch.arange(len(truth)), pictures), truth)
+        if split.validation:
+            sets["validation"] = (
+                Rows(self.store, rows["validation"]),
+                self.labels[rows["validation"]],
+            )
         made = replace(
             base,
             statistics=self.statistics,
