@@ -154,6 +154,29 @@ def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path):
         assert (alone.folder / name).read_bytes() == (todo[1].folder / name).read_bytes(), name
 
 
+def test_a_place_takes_further_rows_while_there_is_room(tiny, tmp_path, monkeypatch):
+    settings = [tiny(seed=s, split_seed=s) for s in (0, 1)] + [tiny("freematch", seed=0)]
+    settings += [tiny(fold=1), tiny(fold=2)]
+    todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
+    began = []
+    original = jobs.start
+    monkeypatch.setattr(
+        jobs, "start", lambda *some, env: (began.append(len(some)), original(*some, env=env))[1]
+    )
+    found = perform(todo, [Slot("card", {"OMP_NUM_THREADS": "1"}, together=3)])
+    assert [item.state for item in found.values()] == ["finished"] * 5
+    assert began in ([2, 1, 2], [2, 1, 1, 1])  # the folds when two are free, or one by one
+
+
+def test_what_does_not_fit_into_the_minutes_is_left(tiny, tmp_path):
+    todo = [Job(f"run{k}", tiny(seed=k), tmp_path / f"run{k}") for k in range(3)]
+    board = Board("test", todo, quiet=True)
+    engines.local(todo, board, PLACES[:1], [], minutes=0.1 / 60)  # over before the first one ends
+    assert board.items[todo[0]].state in ("stopped", "finished")
+    assert [board.items[job].state for job in todo[1:]] == ["left", "left"]
+    assert not (tmp_path / "run1").exists()
+
+
 @pytest.fixture
 def stand_in(tiny, monkeypatch):
     """A suite of two rows with one seed each, called tiny."""
@@ -186,6 +209,7 @@ def test_a_dry_run_lists_states_and_measures_real_steps(stand_in, tmp_path, caps
         (["bench", "tiny", "--index", "2"], "between 0 and 1"),
         (["bench", "tiny", "--jobs", "-1"], "--jobs"),
         (["bench", "tiny", "--steps", "0"], "--steps"),
+        (["bench", "tiny", "--minutes", "0"], "--minutes"),
         (["bench", "tiny", "--engine", "ray", "--address", "ray://x:1"], "machine of the cluster"),
     ],
 )
@@ -209,6 +233,19 @@ def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
     assert [(cell.row, cell.seed) for cell in found] == [("fixmatch", 3), ("fixmatch", 4)]
     assert {cell.config.protocol for cell in found} == {"paper"}
     assert {cell.config.steps for cell in found} == {6}
+
+
+def test_runs_that_stand_in_files_are_not_made_again(stand_in, tiny, tmp_path):
+    from calmatch.bench import compact
+
+    train(run.scaled(tiny("fixmatch"), 6), tmp_path / "there", quiet=True)
+    lines = [json.dumps(line) for line in compact.collect([tmp_path / "there"])]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    known = {"steps": 6, "known": (tmp_path / "some.jsonl",), "quiet": True}
+    found = run.choose(BenchOptions("tiny", tmp_path, **known))
+    assert [cell.row for cell in found] == ["supervised"]
+    found = run.choose(BenchOptions("tiny", tmp_path, seeds=(1,), **known))
+    assert [cell.row for cell in found] == ["supervised", "fixmatch"]
 
 
 # Ray's desk, without Ray

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import data, trainer
-from calmatch.bench import evidence, tables
+from calmatch import data, load_run, trainer
+from calmatch.bench import compact, evidence, tables, trusting
 from calmatch.bench.groups import gather
 from calmatch.bench.measures import values
 from calmatch.data.packed import pack
@@ -19,11 +20,14 @@ TOOLS = Path(__file__).parent.parent / "tools"
 
 
 def tool(name, *words):
-    """Run a tool as a person does, in this process."""
+    """Run a tool as a person does, in this process; its exit code."""
     before = sys.argv
     sys.argv = [name, *map(str, words)]
     try:
         runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+        return 0
+    except SystemExit as ended:
+        return ended.code
     finally:
         sys.argv = before
 
@@ -46,7 +50,7 @@ def folder(tmp_path_factory):
 
 def test_lines_give_the_same_tables_as_folders(folder, tmp_path):
     tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
-    kept = evidence.read([tmp_path / "some.jsonl"])
+    kept = compact.read([tmp_path / "some.jsonl"])
     whole = gather([folder])
     assert sorted(kept.rows) == sorted(whole.rows)
     for own in kept.groups:
@@ -72,7 +76,7 @@ def test_collecting_again_adds_and_renews_but_never_repeats(folder, tmp_path, ca
 
 def test_last_weights_stand_beside_averaged_ones(folder, tmp_path):
     tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
-    kept = evidence.read([tmp_path / "some.jsonl"])
+    kept = compact.read([tmp_path / "some.jsonl"])
     last = evidence.unaveraged(kept)
     run = kept.groups[0].runs[0, 0].result
     assert values(last.groups[0], "ece")[0, 0] == 100 * run["plain"]["metrics"]["ece"]["value"]
@@ -81,31 +85,84 @@ def test_last_weights_stand_beside_averaged_ones(folder, tmp_path):
     assert tables.protocols(last) is None  # the best step of averaged weights is not theirs
 
 
-def test_the_page_is_made_from_lines_alone(folder, tmp_path, monkeypatch):
+@pytest.fixture
+def stand_in(folder, monkeypatch):
+    """The folder's runs as the suite `frozen`: plain FreeMatch, and what `fit` does."""
     from calmatch.bench import suites
+    from calmatch.bench.rows import Cell
 
-    cells = [c for c in suites.digits() if c.row.startswith("freematch")]
-    small = {"steps": 4, "eval_every": 2, "net": "small(width=2)", "ema": 0.9}
-    changed = [cell._replace(config=cell.config.replace(**small)) for cell in cells]
-    monkeypatch.setitem(suites.SUITES, "digits", lambda: changed)
+    names = {"": "freematch", "margin(m=10)": "freematch + cap"}
+    configs = [load_run(path).config for path in sorted(folder.iterdir())]
+    cells = [Cell("frozen", names[c.penalty], "digits_40", c.seed, c, "made up") for c in configs]
+    cells.sort(key=lambda cell: cell.row)
+    monkeypatch.setitem(suites.SUITES, "frozen", lambda: cells)
+
+
+def test_the_page_is_made_from_lines_alone(stand_in, folder, tmp_path):
     tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
-    tool("evidence", "write", tmp_path / "some.jsonl", "--page", tmp_path / "results.md")
+    written = ["evidence", "write", tmp_path / "some.jsonl", "--page", tmp_path / "results.md"]
+    assert tool(*written) == 0
     page = (tmp_path / "results.md").read_text()
     for words in (
-        "## digits",
-        "freematch + margin",
+        "## A frozen network",
+        "### The bar",
+        "at least 95 % confidence",
         "Paired differences",
         "Friedman",
-        "last weights",
+        "### Last weights: digits, 40 labels",
+        "T by labels",
     ):
-        assert words in page
-    assert (tmp_path / "assets" / "results" / "digits_digits_40.svg").stat().st_size > 1000
+        assert words in page, words
+    for name in ("frozen_digits_40_labels.svg", "trust_frozen.png"):
+        assert (tmp_path / "assets" / "results" / name).stat().st_size > 1000
+    assert tool(*written, "--check") == 0
+    (tmp_path / "results.md").write_text(page + "by hand")
+    assert tool(*written, "--check") == 1
+
+
+def test_the_bar_asks_for_half_the_ece_at_no_higher_error():
+    def variant(name, error, ece):
+        numbers = ({(s, s): value for s, value in enumerate(part)} for part in (error, ece))
+        return evidence.Variant(name, *numbers, {})
+
+    first = variant("last weights", [10.0, 11.0, 12.0], [4.0, 5.0, 6.0])
+    cases = {
+        "yes": ([9.0, 10.5, 11.0], [1.0, 2.0, 2.5]),
+        "noise": ([9.0, 12.5, 12.5], [1.0, 2.0, 2.5]),
+        "no": ([12.0, 13.0, 14.1], [1.0, 2.0, 2.5]),  # worse without doubt
+    }
+    for told, numbers in cases.items():
+        assert evidence._against(variant("averaged", *numbers), first)[-1].text == told
+    half = evidence._against(variant("averaged", [9.0] * 3, [3.0, 3.0, 3.5]), first)
+    assert half[-1].text == "no"
+    assert evidence._against(first, first)[-1].text == "–"
+
+
+def test_sure_predictions_are_counted_over_seeds(stand_in, folder, tmp_path):
+    tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
+    found = compact.read([tmp_path / "some.jsonl"], "frozen")
+    table = evidence.sure(found, ["freematch"], 0.5)
+    assert [row[2].text for row in table.rows] == [
+        "last weights",
+        "averaged",
+        "averaged, T by views",
+        "averaged, T by seeds",
+    ]
+    wanted = []
+    for seed in (0, 1):
+        log_probs = load_run(folder / f"plain{seed}").predictions()[0]
+        wanted.append(100 * float((log_probs.double().exp().amax(1) >= 0.5).double().mean()))
+    assert table.rows[1][3].text.startswith(f"{np.mean(wanted):.1f}")
+    named = evidence.named(found, {"digits_40": "digits"})
+    shown = evidence.short(named, "freematch", "freematch + cap")
+    assert [row[1].text for row in shown.rows] == ["FreeMatch", "calmatch fit"]
+    assert {row[0].text for row in shown.rows} == {"digits"}
 
 
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 1"):
-        evidence.read([tmp_path / "bad.jsonl"])
+        compact.read([tmp_path / "bad.jsonl"])
 
 
 def test_a_packed_dataset_is_nearly_the_original_and_within_its_limit(tmp_path, monkeypatch):
@@ -145,3 +202,71 @@ def test_a_missing_or_damaged_pack_is_a_sentence(tmp_path, monkeypatch, content)
     np.savez(tmp_path / "packed" / "y.npz", labels=np.zeros(3))
     with pytest.raises(ValueError, match="damaged"):
         data.build("packed(name='y')")
+
+
+def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path):
+    """Every label is held out once, by the folds' runs together; then the temperature is fit's."""
+    from calmatch import judge, recipes
+
+    config = recipes.digits_40("freematch", ema=0.9, steps=4, eval_every=2, chunk=2)
+    config = config.replace(net="small(width=2)", device="cpu")
+    whole = trainer.train(config, tmp_path / "runs" / "whole", quiet=True)
+    split = json.loads((whole.folder / "split.json").read_text())
+    held = []
+    for fold in (1, 2, 3, 4):
+        run = trainer.train(config.replace(fold=fold), tmp_path / f"runs/{fold}", quiet=True)
+        own = json.loads((run.folder / "split.json").read_text())
+        assert not {*own["validation"]} & {*own["labelled"], *own["unlabelled"]}
+        held += own["validation"]
+    assert sorted(held) == sorted(split["labelled"])
+    with pytest.raises(ValueError, match="4 folds"):
+        trainer.train(config.replace(fold=5), tmp_path / "five", quiet=True)
+    with pytest.raises(ValueError, match="--fold and --validation"):
+        trainer.train(config.replace(fold=1, validation=0.1), tmp_path / "both", quiet=True)
+    lines = compact.collect([tmp_path / "runs"])
+    assert sum("fold" in line["config"] for line in lines) == 4
+    found = next(line for line in lines if "fold" not in line["config"])["result"]
+    files = [np.load(tmp_path / "runs" / str(k) / "predictions.npz") for k in (1, 2, 3, 4)]
+    logits, labels = (
+        torch.from_numpy(np.concatenate([file[name] for file in files]))
+        for name in ("held_log_probs", "held_labels")
+    )
+    wanted = judge.temperature(logits, labels).values["temperature"]
+    by_labels = found["temperature_scaled"]["labels"]
+    assert by_labels["temperature"] == pytest.approx(wanted, rel=1e-5)
+    assert by_labels["labels"] == 40
+    assert "ece" in found["plain"]["temperature_scaled"]["labels"]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = compact.read([tmp_path / "some.jsonl"])
+    assert len(kept.groups) == 1  # folds are no rows
+    assert values(kept.groups[0], "ece_labels")[0, 0] == pytest.approx(100 * by_labels["ece"])
+    shutil.rmtree(tmp_path / "runs" / "4")
+    again = compact.collect([tmp_path / "runs"])
+    assert not any("labels" in line["result"]["temperature_scaled"] for line in again)
+
+
+def test_trust_counts_the_sure_and_the_right():
+    logits = torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 0.1], [0.0, 1.0]])
+    found = trusting.trust(logits.log_softmax(-1), torch.tensor([0, 1, 1, 1]))
+    assert sum(row[0] for row in found["bins"]) == 4
+    assert found["bins"][-1][::2] == [2, 0.5]
+    number, confidence, right = found["above"][trusting.LIMITS.index(0.95)]
+    assert (number, right) == (2, 0.5)
+    assert confidence == pytest.approx(1 / (1 + np.exp(-9)))
+
+
+def test_the_row_of_fit_is_what_fit_does_on_a_cpu(tmp_path):
+    """The head's settings of `calmatch fit` with its defaults and most time, and of our tables."""
+    from calmatch import plan, recipes
+
+    wish = plan.Wish(pictures=tmp_path, device="cpu")
+    weak, strong, _ = plan.views(wish, 64, colourless=False)
+    own = {"net": "efficientnet_lite0", "size": 64, "imagenet": True, "whole": False, "views": 4}
+    steps = plan.STEPS["head"][1]
+    own |= {"head_steps": steps, "steps": 10, "alone_steps": 10, "batch": 32, "ratio": 2}
+    own |= {"lr": 1e-3, "ema": 0.95, "weak": weak, "strong": strong}
+    made = plan.Plan(**own, hold=0.0, holdout=False, most=0)
+    wanted = plan.head(wish, made, False, made.net, 1280).dump()
+    found = recipes.RECIPES["eurosat_frozen_40"](penalty=recipes.PENALTY).dump()
+    aside = {"dataset", "labels", "device", "log_every", "eval_every", "checkpoint_every"}
+    assert {k for k in wanted if wanted[k] != found[k]} <= aside

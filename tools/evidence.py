@@ -1,37 +1,61 @@
-"""From run folders to results/*.jsonl, and from these alone to docs/results.md.
+"""From run folders to results/*.jsonl, and from these alone to docs/results.md and the README.
 
 `python tools/evidence.py collect RUNS ... --out results/NAME.jsonl [--suite SUITE]` makes a line of
 every finished run (no weights, no predictions); where the file is there, its other lines stay.
-`python tools/evidence.py write` rewrites docs/results.md and its figures from results/*.jsonl.
+`python tools/evidence.py write` rewrites docs/results.md, its figures and the README's part from
+results/*.jsonl; `--check` says whether the page is what the lines give.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from calmatch import checkpoint
-from calmatch.bench import comparisons, evidence, figures, published, render, tables
+from calmatch.bench import compact, comparisons, evidence, figures, published, render, tables
+from calmatch.bench.figures.style import LOOK
+from calmatch.bench.figures.trust import draw_trust, prepare_trust
 from calmatch.bench.groups import Found
+from calmatch.recipes import METHOD
 
 ROOT = Path(__file__).parent.parent
-SUITES = ("eurosat", "cifar10", "beyond", "digits")  # the order of the page
+SUITES = {  # the order of the page
+    "evidence": "Whole networks, one H200",
+    "frozen": "A frozen network, two CPU cores",
+}
+DEFAULT = f"{METHOD} + cap"  # the row of what `calmatch fit` does
+NAMES = {
+    "eurosat_pack_40": "EuroSAT, 40 labels",
+    "eurosat_pack_20": "EuroSAT, 20 labels",
+    "cifar10_pack_40": "CIFAR-10, 40 labels",
+    "eurosat_frozen_40": "EuroSAT, 40 labels",
+    "eurosat_frozen_20": "EuroSAT, 20 labels",
+    "cifar10_frozen_40": "CIFAR-10, 40 labels",
+    "cifar10_pack_250": "CIFAR-10, 250 labels",
+    "digits_40": "digits, 40 labels",
+}
 INTRO = """# Results
 
 Made by `python tools/evidence.py write` from `results/*.jsonl` alone; every line there is a run:
 its settings, seed, numbers, learning curve, device and time. `calmatch train` with those settings
-repeats it.
+repeats it, `calmatch bench evidence` makes all of them.
 
-Weights are those of the last step, never chosen on test pictures: averaged ones (EMA) where a run
-has them, and under "last weights" the plain ones of the same runs. Numbers of other papers were
-chosen on the test set and made with another network.
+Weights are those of the last step, never chosen on test pictures. "Averaged" are the EMA of the
+same run, "last weights" what the paper evaluates. Numbers of other papers were chosen on the test
+set and made with another network.
 """
 
 
 def collect(runs: list[Path], out: Path, suite: str | None) -> None:
     """Add the runs to a file of lines, in place of older lines of the same settings and seed."""
-    made = evidence.collect(runs, suite)
+    made = compact.collect(runs, suite)
     before = out.read_text("utf-8").splitlines() if out.exists() else []
     lines = {_name(line): line for line in [*map(json.loads, before), *made]}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -41,53 +65,121 @@ def collect(runs: list[Path], out: Path, suite: str | None) -> None:
     print(f"{out}: {len(made)} runs added or renewed, {len(lines)} in all, {len(text):,} bytes")
 
 
-def _name(line: dict[str, dict[str, int]]) -> tuple[str, int, int]:
+def _name(line: dict[str, Any]) -> tuple[str, int, int]:
     seeds = [line["config"].get(field, 0) for field in ("seed", "split_seed")]
     return str(line["code"]), seeds[0], seeds[1]
 
 
-def write(files: list[Path], page: Path) -> None:
-    """The page and its figures."""
-    assets = page.parent / "assets" / "results"
-    parts = [INTRO]
+def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
+    """The page and its figures, by path."""
+    made: dict[Path, bytes] = {}
+    parts = [INTRO, *_prose("intro")]
     for suite in SUITES:
         try:
-            found = evidence.read(files, suite)
+            found = evidence.named(compact.read(files, suite), NAMES)
         except ValueError:
             continue  # none of its runs is there
-        parts.append(section(suite, found, assets))
-    checkpoint.write(page, "\n".join(parts))
-    print(f"{page}: {len(parts) - 1} suites")
+        parts += section(suite, found, page, made)
+    made[page] = "\n".join(parts).encode()
+    return made
 
 
-def section(suite: str, found: Found, assets: Path) -> str:
+def _prose(name: str) -> list[str]:
+    """What a person wrote beside the numbers: docs/assets/results/NAME.md."""
+    path = ROOT / "docs" / "assets" / "results" / f"{name}.md"
+    return [path.read_text("utf-8")] if path.exists() else []
+
+
+def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """Everything about one suite."""
-    renamed = evidence.as_published(found)
-    known = any(published.find(g.row, g.column, "error", "") for g in renamed.groups)
+    parts = [f"## {SUITES[suite]}\n", *_prose(suite)]
+    if found.at(DEFAULT, found.columns[0]):
+        parts += trust(suite, found, page, made)
     last = evidence.unaveraged(found)
-    made = [evidence.free(found), evidence.more(found), evidence.agreements(found)]
-    parts = [f"## {suite}\n", render.markdown([*tables.build(found, suite=suite), *made])]
+    made_tables = [evidence.details(found, column) for column in found.columns]
+    several = len(found.columns) > 1
+    grids = [tables.grid(found, metric) for metric in ("error", "ece")] if several else []
+    first, *rest = [*grids, *made_tables]
+    notes = [*first.notes, tables.seeds_note(found), *found.notes]
+    parts.append(render.markdown([first._replace(notes=notes), *rest]))
+    parts.append(render.markdown(_there(comparisons.differences(found), evidence.free(found))))
+    parts.append(render.markdown(_there(comparisons.ranks(found), tables.protocols(found))))
+    parts.append(render.markdown([evidence.agreements(found)]))
     if last.groups:
         parts.append(render.markdown([evidence.averaging(found)]))
-        parts.append(f"### {suite}: last weights\n")
-        parts.append(render.markdown(tables.build(last, suite=suite)).replace("### ", "#### "))
-    if known:
-        parts.append(render.markdown(comparisons.beside(renamed, "")))
+        parts.append(_last(render.markdown([evidence.details(last, c) for c in last.columns])))
+        more = _there(comparisons.differences(last), evidence.free(last))
+        parts.append(_last(render.markdown(more)))
+    if any(published.find(g.row, evidence.as_published(g), "error", "") for g in found.groups):
+        renamed = [g._replace(column=evidence.as_published(g)) for g in found.groups]
+        parts.append(render.markdown(comparisons.beside(found._replace(groups=renamed), "")))
     parts.append(render.markdown([evidence.cost(found)]))
-    parts += [curves(suite, found.only(column), assets) for column in found.columns]
-    return "\n".join(parts)
+    for column in found.columns:
+        drawing = figures.FIGURES["convergence"].prepare(found.only(column))
+        name = re.sub(r"\W+", "_", f"{suite} {column}")
+        picture = figures.encode(figures.drawn("convergence", drawing), ".svg")
+        parts.append(_figure(page, made, name, picture, f"Learning curves on {column}"))
+    return parts
 
 
-def curves(suite: str, found: Found, assets: Path) -> str:
-    """Learning curves of a column, as a figure."""
-    name = f"{suite}_{found.columns[0]}.svg"
-    drawing = figures.FIGURES["convergence"].prepare(found)
-    assets.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(assets / name, figures.encode(figures.drawn("convergence", drawing), ".svg"))
-    return f"![Learning curves on {found.columns[0]}](assets/results/{name})\n"
+def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
+    """The bar, and what a practitioner may believe."""
+    parts = []
+    parts.append(render.markdown([evidence.bar(found, METHOD, [DEFAULT])]))
+    parts.append(render.markdown([evidence.sure(found, [METHOD, DEFAULT])]))
+    shown = [(METHOD, [evidence.PLAIN], "FreeMatch, as the paper judges it")]
+    shown += [(DEFAULT, evidence.CHOSEN, "what calmatch fit does")]
+    with mpl.rc_context(LOOK):
+        drawn = Figure(layout="constrained")
+        draw_trust(drawn, prepare_trust(found, shown))
+    png = figures.encode(drawn, ".png")
+    words = "Confidence and the share that is right"
+    return [*parts, _figure(page, made, f"trust_{suite}", png, words, "png")]
 
 
-def main() -> None:
+def _last(text: str) -> str:
+    """Tables of last weights say so in their titles."""
+    return re.sub(r"^### ", "### Last weights: ", text, flags=re.MULTILINE)
+
+
+def _figure(
+    page: Path, made: dict[Path, bytes], name: str, content: bytes, words: str, kind: str = "svg"
+) -> str:
+    made[page.parent / "assets" / "results" / f"{name}.{kind}"] = content
+    return f"![{words}](assets/results/{name}.{kind})\n"
+
+
+def _there(*found: render.Table | None) -> list[render.Table]:
+    return [table for table in found if table is not None]
+
+
+def readme(text: str, files: list[Path]) -> str:
+    """The README with its table of sure predictions made anew."""
+    found = evidence.named(compact.read(files, "frozen"), NAMES)
+    table = render.markdown([evidence.short(found, METHOD, DEFAULT)]).split("\n", 2)[2].strip()
+    pattern = r"(<!-- evidence -->\n).*?(\n<!-- /evidence -->)"
+    return re.sub(pattern, lambda part: part[1] + table + part[2], text, flags=re.DOTALL)
+
+
+def write(files: list[Path], page: Path, check: bool) -> int:
+    """Write what changed, or say that something would."""
+    made = pages(files, page)
+    if page.parent == ROOT / "docs":
+        path = ROOT / "README.md"
+        made[path] = readme(path.read_text("utf-8"), files).encode()
+    if check:
+        texts = {path: content for path, content in made.items() if path.suffix == ".md"}
+        stale = [p for p, content in texts.items() if not p.exists() or p.read_bytes() != content]
+        print("\n".join(f"{path} is not what results/*.jsonl give" for path in stale))
+        return int(bool(stale))
+    for path, content in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(path, content)
+    print(f"{page}: {len(made[page]):,} bytes, {len(made) - 1} other files")
+    return 0
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -99,12 +191,14 @@ def main() -> None:
     writing = commands.add_parser("write")
     writing.add_argument("files", nargs="*", type=Path)
     writing.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    writing.add_argument("--check", action="store_true")
     given = parser.parse_args()
     if given.command == "collect":
         collect(given.runs, given.out, given.suite)
-    else:
-        write(given.files or sorted((ROOT / "results").glob("*.jsonl")), given.page)
+        return 0
+    files = given.files or sorted((ROOT / "results").glob("*.jsonl"))
+    return write(files, given.page, given.check)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -214,6 +214,26 @@ def cifar10_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
     return eurosat_pack(method, labels=labels, **(settings | changes))
 
 
+def frozen(recipe: Callable[..., Config], method: str = METHOD, **changes: Any) -> Config:
+    """What `calmatch fit` does on a CPU: the last layer learns on stored views of each picture."""
+    weak = "flip|crop(8)"
+    settings: dict[str, Any] = {
+        "frozen": 4,
+        "weak": weak,
+        "strong": weak + STRONG,
+        "ratio": 7,
+        "steps": 500,
+        "warmup": 0,
+        "ema": 0.99,
+        "precision": "fp32",
+        "log_every": 50,
+        "eval_every": 50,
+        "chunk": 16,
+        "checkpoint_every": 500,
+    }
+    return recipe(method, **(settings | changes))
+
+
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
     "cifar100_200": functools.partial(cifar100, labels=200),
@@ -229,6 +249,9 @@ RECIPES: Mapping[str, Callable[..., Config]] = {
     "eurosat_pack_40": functools.partial(eurosat_pack, labels=40),
     "cifar10_pack_40": functools.partial(cifar10_pack, labels=40),
     "cifar10_pack_250": functools.partial(cifar10_pack, labels=250),
+    "eurosat_frozen_20": functools.partial(frozen, functools.partial(eurosat_pack, labels=20)),
+    "eurosat_frozen_40": functools.partial(frozen, functools.partial(eurosat_pack, labels=40)),
+    "cifar10_frozen_40": functools.partial(frozen, functools.partial(cifar10_pack, labels=40)),
     "stl10_40": functools.partial(stl10, labels=40),
     "stl10_100": functools.partial(stl10, labels=100),
     "stl10_text_40": functools.partial(stl10_text, labels=40),

@@ -1,215 +1,121 @@
-"""Compact results: every run a line of JSON, and all tables made from such lines alone."""
+"""Tables of compact results: the bar, trust, temperatures, averaged weights, time."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from calmatch import evaluate, posthoc, scaled, views
-from calmatch.bench import job, stats
-from calmatch.bench.groups import Found, Group, arrange, gather, identity, key
+from calmatch import spec
+from calmatch.bench import stats, tables
+from calmatch.bench.groups import Found, Group, Seeds
 from calmatch.bench.measures import QUANTITIES, SPREAD, entry, values
 from calmatch.bench.render import Entry, Table
-from calmatch.config import Config
-from calmatch.judge import temperature
-from calmatch.results import Run
+from calmatch.bench.trusting import LIMITS
 
-JUDGED, PLAIN = "log_probs", "plain_log_probs"  # in predictions.npz
-BINS = 20
-LIMITS = (0.5, 0.8, 0.9, 0.95, 0.99)  # of confidence
-CURVE = ("step", "error", "ece", "nll")
-MORE = ("smooth_ece", "brier", "aurc", "adaptive_ece", "classwise_ece")
+DETAILS = ("error", "ece", "adaptive_ece", "classwise_ece", "smooth_ece", "nll", "brier", "aurc")
+PLAIN = "last weights"  # what the paper judges
+CHOSEN = ("averaged, T by labels", "averaged")  # what `calmatch fit` keeps; the first there is
 HONEST = ("ece", "ece_views", "ece_seeds", "ece_labels", "ece_oracle")
 
 
-class Kept(NamedTuple):
-    """A run read from its line: what tables and curves need, no folder behind it."""
+class Variant(NamedTuple):
+    """A row judged in one way: which weights, and which temperature on top."""
 
-    folder: Path
-    config: Config
-    result: dict[str, Any]
-
-    @property
-    def title(self) -> str:
-        return str(self.result["title"])
-
-    def lines(self, kind: str = "train") -> list[dict[str, Any]]:
-        found = self.result["curves"].get(kind, [])
-        return [dict(zip(CURVE, point, strict=True)) for point in found]
-
-    def predictions(self) -> tuple[Tensor, Tensor]:
-        raise ValueError("compact results hold no predictions; name run folders instead.")
+    name: str
+    error: dict[Seeds, float]  # %
+    ece: dict[Seeds, float]  # %
+    trust: dict[Seeds, dict[str, list[list[float]]]]
 
 
-def code(config: Config) -> str:
-    """What tells settings apart, seeds aside."""
-    return hashlib.blake2b(key(config).encode(), digest_size=6).hexdigest()
-
-
-def collect(paths: Iterable[Path], suite: str | None = None) -> list[dict[str, Any]]:
-    """The finished runs of some folders as lines; each is paired with the next seed of its row."""
-    groups = gather(paths, suite).groups
-    folds: dict[str, list[Run]] = {}
-    for run in (run for group in groups if group.config.fold for run in group.runs.values()):
-        folds.setdefault(identity(run.config.replace(fold=0)), []).append(run)
-    todo = []
-    for group in groups:
-        runs = list(group.runs.values())
-        for place, run in enumerate(runs):
-            other = runs[(place + 1) % len(runs)]
-            todo.append((run, other if other is not run else None, folds.get(identity(run.config))))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda each: _line(*each), todo))
-
-
-def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str, Any]:
-    usual = Config().dump()
-    result = {k: v for k, v in run.result.items() if k not in ("classes", "notes", "interval")}
-    result["curves"] = {
-        "test": [[line[field] for field in CURVE] for line in run.lines("test")],
-    }
-    if other is not None:
-        result["temperature_scaled"]["seeds"] = _by_seeds(run, other)
-    if folds:
-        for place, found in _by_folds(run, folds).items():
-            (result["plain"] if place == PLAIN else result)["temperature_scaled"]["labels"] = found
-    with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
-        labels = torch.from_numpy(held["labels"])
-        for place, part in ((JUDGED, result), (PLAIN, result.get("plain"))):
-            if part is not None:
-                part["trust"] = trust(torch.from_numpy(held[place]), labels)
-    if seen := views.load(run.folder):
-        result["agreement"] = estimates(seen)
-        result["temperature_scaled"]["views"] = _by_views(run, seen)
-    moments = [moment["unix"] for moment in job.times(run.folder)]
-    there = json.loads((run.folder / "environment.json").read_text("utf-8"))
-    return {
-        "code": code(run.config),
-        "config": {k: v for k, v in run.config.dump().items() if v != usual[k]},
-        "device": there["device"],
-        "versions": there["versions"],
-        "seconds": round(moments[-1] - moments[0], 1) if moments else None,
-        "result": _rounded(result),
-    }
-
-
-def _by_seeds(run: Run, other: Run) -> dict[str, Any]:
-    """The test set scaled by how often another seed agrees on its pictures: no label is used."""
-    log_probs, labels = run.predictions()
-    theirs = other.predictions()[0]
-    scale = posthoc.agreement_temperature(log_probs, theirs, of="first")
-    agree = posthoc.agreement(log_probs, theirs).agree
-    return _scaled(scale, log_probs, labels) | {"agree": agree}
-
-
-def _by_views(run: Run, seen: views.Views) -> dict[str, Any]:
-    pair = [seen.log_probs[name] for name in views.PAIR]
-    scale = posthoc.agreement_temperature(*pair)
-    return _scaled(scale, *run.predictions()) | {"agree": posthoc.agreement(*pair).agree}
-
-
-def _scaled(scale: posthoc.Scaling, log_probs: Tensor, labels: Tensor) -> dict[str, Any]:
-    found = scale(log_probs.double())
-    heat = {"temperature": scale.values["temperature"], "trust": trust(found, labels)}
-    return {**scaled.measured(found, labels), **heat}
-
-
-def trust(log_probs: Tensor, labels: Tensor) -> dict[str, list[list[float]]]:
-    """Pictures, their mean confidence and the share that is right: by bins, and above limits."""
-    top, guess = evaluate.probabilities(log_probs).max(1)
-    right = (guess == labels).double()
-    bins = (top * BINS).long().clamp_max(BINS - 1)
-    inside = [bins == k for k in range(BINS)]
-    above = [top >= limit for limit in LIMITS]
-    return {"bins": _shares(inside, top, right), "above": _shares(above, top, right)}
-
-
-def _shares(chosen: Sequence[Tensor], top: Tensor, right: Tensor) -> list[list[float]]:
-    return [
-        [int(some.sum()), float(top[some].mean()), float(right[some].mean())]
-        if bool(some.any())
-        else [0, 0.0, 0.0]
-        for some in chosen
-    ]
-
-
-def _by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """The test set scaled by the temperature that the run's own labels choose, as `fit` does.
-
-    Each label is predicted by a run that did not see it; empty where some were predicted by none.
-    """
-    with ExitStack() as stack:
-        own, *others = (
-            stack.enter_context(np.load(one.folder / "predictions.npz", allow_pickle=False))
-            for one in (run, *folds)
-        )
-        truth = np.concatenate([other["held_labels"] for other in others])
-        if len(truth) < run.result["pictures"]["labelled"]:
-            return {}
-        found = {}
-        for name in (JUDGED, PLAIN):
-            if name not in own:
-                continue
-            held = name.replace("log_probs", "held_log_probs")
-            judged = np.concatenate([other[held] for other in others])
-            scale = temperature(torch.from_numpy(judged), torch.from_numpy(truth))
-            log_probs, labels = (torch.from_numpy(own[key]) for key in (name, "labels"))
-            found[name] = _scaled(scale, log_probs, labels) | {"labels": len(truth)}
-        return found
-
-
-def estimates(seen: views.Views) -> dict[str, float]:
-    """How often views agree on unlabelled pictures, and how often they are right, to judge that."""
-    plain = seen.log_probs["plain"]
-    found = {
-        name: posthoc.agreement(plain, seen.log_probs[name]).agree
-        for name in seen.log_probs
-        if name != "plain"
-    }
-    found["confidence"] = posthoc.agreement(plain, plain).confidence
-    known = seen.truth >= 0
-    if bool(known.any()):
-        right = (plain.argmax(-1) == seen.truth)[known]
-        found["right"] = float(right.double().mean())
+def variants(group: Group) -> list[Variant]:
+    """Every way in which the runs of a group were judged."""
+    found = []
+    for weights in ("last weights", "averaged"):
+        for way in ("", "views", "seeds", "labels"):
+            parts = {s: _part(run, weights, way) for s, run in group.runs.items()}
+            kept = {seeds: part for seeds, part in parts.items() if part}
+            if kept:
+                error, ece = (
+                    {s: 100 * part[metric] for s, part in kept.items()}
+                    for metric in ("error", "ece")
+                )
+                trust = {s: part["trust"] for s, part in kept.items()}
+                name = f"{weights}, T by {way}" if way else weights
+                found.append(Variant(name, error, ece, trust))
     return found
 
 
-def _rounded(found: Any) -> Any:
-    if isinstance(found, float):
-        return float(f"{found:.6g}")
-    if isinstance(found, Mapping):
-        return {name: _rounded(value) for name, value in found.items()}
-    return [_rounded(value) for value in found] if isinstance(found, list) else found
+def _part(run: Any, weights: str, way: str) -> dict[str, Any]:
+    """One run's error, ECE and trust; empty where it was not judged so."""
+    averaged = run.result["weights"] == "ema"
+    if (weights == "averaged") > averaged:
+        return {}
+    whole = run.result if (weights == "averaged") == averaged else run.result.get("plain")
+    if whole is None or "trust" not in whole:
+        return {}
+    error = whole["metrics"]["error"]["value"]
+    if not way:
+        return {"error": error, "ece": whole["metrics"]["ece"]["value"], "trust": whole["trust"]}
+    part = whole["temperature_scaled"].get(way, {})
+    return {**part, "error": error} if "trust" in part else {}
 
 
-def kept(paths: Sequence[Path]) -> list[Kept]:
-    """The runs in files of lines."""
-    runs = []
-    for path in paths:
-        for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
-            try:
-                line = json.loads(text)
-                config = Config().replace(**line["config"])
-                result = line["result"] | {"device": line["device"], "seconds": line["seconds"]}
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: not a compact result.") from error
-            runs.append(Kept(Path(f"{path.stem}/{number}"), config, result))
-    return runs
+def bar(found: Found, base: str, others: Sequence[str]) -> Table:
+    """Is ECE at most half of the base's last weights' at no higher error? Paired by seed."""
+    rows = []
+    for column in found.columns:
+        plain = found.at(base, column)
+        first = variants(plain)[0] if plain else None
+        for row in (base, *others) if first else ():
+            group = found.at(row, column)
+            for one in variants(group) if group else ():
+                rows.append([Entry(column), Entry(row), Entry(one.name), *_against(one, first)])
+    heads = ["data", "row", "judged", "error", "ECE", "of its ECE", "ECE change", "error change"]
+    note = (
+        "Changes against the last weights of plain FreeMatch, mean and 95 % Student interval over "
+        "pairs of seeds. The bar: at most half of its ECE, an interval of the change under zero, "
+        "and an error that is not higher; `noise` where it is higher, but by an interval that "
+        "holds zero."
+    )
+    return Table("The bar, %", [*heads, "met"], rows, [note], words=3)
 
 
-def read(paths: Sequence[Path], suite: str | None = None) -> Found:
-    """Groups from files of lines; runs that only judged a fold of the labels are no rows."""
-    return arrange([run for run in kept(paths) if not run.config.fold], [], suite)
+def _against(one: Variant, first: Variant | None) -> list[Entry]:
+    assert first is not None
+    shared = [seeds for seeds in one.ece if seeds in first.ece]
+    changes = {
+        name: [getattr(one, name)[s] - getattr(first, name)[s] for s in shared]
+        for name in ("ece", "error")
+    }
+    share = sum(one.ece[s] for s in shared) / max(1e-9, sum(first.ece[s] for s in shared))
+    spans = {name: stats.student(change) for name, change in changes.items()}
+    means = {name: stats.mean(change).value for name, change in changes.items()}
+    words = [f"{means[n]:+.2f} ({low:+.2f} to {high:+.2f})" for n, (low, high) in spans.items()]
+    met = share <= 0.5 and spans["ece"][1] < 0 and spans["error"][0] <= 0
+    told = ("yes" if means["error"] <= 0 else "noise") if met else "no"
+    numbers = [entry(list(part.values())) for part in (one.error, one.ece)]
+    said = ["–"] * 3 if one == first else [*words, told]
+    return [*numbers, Entry(f"{share:.2f}"), *map(Entry, said)]
+
+
+def sure(found: Found, rows: Sequence[str], limit: float = 0.95) -> Table:
+    """Of the predictions made with so much confidence, how many are right?"""
+    lines = [
+        [Entry(column), Entry(row), Entry(one.name), *_above(one, limit)]
+        for column in found.columns
+        for row in rows
+        if (group := found.at(row, column))
+        for one in variants(group)
+    ]
+    heads = ["data", "row", "judged", "of all", "mean confidence", "right"]
+    title = f"Predictions made with at least {limit:.0%} confidence, %, {SPREAD}"
+    return Table(title.replace("%", " %", 1), heads, lines, (), words=3)
+
+
+def judged(group: Group | None, names: Sequence[str]) -> Variant | None:
+    """The first of these variants that the group has."""
+    there = {one.name: one for one in variants(group)} if group else {}
+    return next((there[name] for name in names if name in there), None)
 
 
 def unaveraged(found: Found) -> Found:
@@ -229,9 +135,33 @@ def unaveraged(found: Found) -> Found:
 NONE = {"evaluations": 0}
 
 
-def more(found: Found) -> Table:
-    """The quantities that the paper does not report."""
-    return _each(found, MORE, f"Further quantities, {SPREAD}", [])
+def details(found: Found, column: str) -> Table:
+    """Every quantity of one column."""
+    return tables.details(found, column, DETAILS)
+
+
+def short(found: Found, base: str, default: str, limit: float = 0.95) -> Table:
+    """For the README: what sure predictions are worth, plainly."""
+    rows = []
+    shown = ((base, [PLAIN], "FreeMatch"), (default, CHOSEN, "calmatch fit"))
+    for column in found.columns:
+        for row, names, word in shown:
+            if one := judged(found.at(row, column), names):
+                numbers = [entry(list(part.values()), 1) for part in (one.error, one.ece)]
+                rows.append([Entry(column), Entry(word), *numbers, *_above(one, limit)[::2]])
+    sure = f"at least {limit:.0%} sure".replace("%", " %")
+    heads = ["data", "trained by", "error, %", "ECE, %", f"{sure}, % of all", "of these right, %"]
+    return Table("", heads, rows, (), words=2)
+
+
+def _above(one: Variant, limit: float) -> list[Entry]:
+    """Predictions at least so sure: their share of all, mean confidence, how many are right."""
+    place = LIMITS.index(limit)
+    above = [trust["above"][place] for trust in one.trust.values()]
+    tested = [sum(line[0] for line in trust["bins"]) for trust in one.trust.values()]
+    shares = [100 * line[0] / number for line, number in zip(above, tested, strict=True)]
+    told, right = ([100 * line[k] for line in above if line[0]] for k in (1, 2))
+    return [entry(part, 1) for part in (shares, told, right)]
 
 
 def free(found: Found) -> Table:
@@ -307,9 +237,15 @@ def cost(found: Found) -> Table:
     return Table("Time of a run", heads, rows, [note], words=3)
 
 
-def as_published(found: Found) -> Found:
-    """Columns under the names of the paper's, to set its numbers beside ours."""
-    names: list[Group] = [
-        group._replace(column=group.column.replace("_pack", "")) for group in found.groups
+def as_published(group: Group) -> str:
+    """The column under the paper's name, to set its numbers beside ours."""
+    dataset = spec.parse(group.config.dataset).kwargs.get("name", group.config.dataset)
+    return f"{dataset}_{group.config.labels}"
+
+
+def named(found: Found, names: Mapping[str, str]) -> Found:
+    """Columns under names for people."""
+    groups = [
+        group._replace(column=names.get(group.column, group.column)) for group in found.groups
     ]
-    return found._replace(groups=names)
+    return found._replace(groups=groups)

@@ -79,11 +79,30 @@ def gather(paths: Iterable[Path], suite: str | None = None) -> Found:
         paths: run folders, or folders that hold some at any depth.
         suite: keep this suite's cells alone, in its order.
     """
-    return arrange(*_load(paths), suite)
+    runs, notes = load(paths)
+    folds = held_out(runs)
+    whole = [run for run in runs if not run.config.fold]
+    if folds:
+        from calmatch.bench import trusting  # brings post-hoc calibration
+
+        for run in whole:
+            found = trusting.by_folds(run, folds.get(identity(run.config), ()))
+            if trusting.JUDGED in found:
+                run.result["temperature_scaled"]["labels"] = found[trusting.JUDGED]
+    return arrange(whole, notes, suite)
+
+
+def held_out(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs that held out a fold of the labels, by the identity of the run with all labels."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.config.fold:
+            found.setdefault(identity(run.config.replace(fold=0)), []).append(run)
+    return found
 
 
 def arrange(finished: Sequence[Any], notes: list[str], suite: str | None = None) -> Found:
-    """Runs (or `evidence.Kept`) as groups, in the order of their suites."""
+    """Runs (or `compact.Kept`) as groups, in the order of their suites."""
     known: dict[str, tuple[str, str]] = {}
     for name in [suite] if suite else SUITES:
         for cell in cells(name, [0]):
@@ -108,7 +127,8 @@ def arrange(finished: Sequence[Any], notes: list[str], suite: str | None = None)
     return Found(_apart(groups), notes)
 
 
-def _load(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+def load(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """The finished runs under these folders, and what a reader should know of the others."""
     folders: dict[Path, bool] = {}
     for path in paths:
         if not path.is_dir():

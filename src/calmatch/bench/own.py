@@ -80,6 +80,11 @@ def _beyond_rows(column: str) -> list[Row]:
     return found
 
 
+def frozen() -> list[Cell]:
+    """What fit does on a CPU, and others, with a frozen network: five draws of the labels."""
+    return [cell for column, rows in _FROZEN for cell in suite_of("frozen", [column], rows, FIVE)]
+
+
 def _default(column: str) -> list[Row]:
     """The bar: plain FreeMatch and what `calmatch fit` does."""
     return [plain(METHOD), _own(METHOD, "cap", **CAP)]
@@ -131,6 +136,13 @@ _TELLING: Sequence[tuple[str, Callable[[str], list[Row]]]] = (
     ("cifar10_pack_40", _fixed),
     ("eurosat_pack_20", _fixed),
     ("cifar10_pack_40", _adaptive),
+)
+
+
+_FROZEN: Sequence[tuple[str, Callable[[str], list[Row]]]] = tuple(
+    (column, rows)
+    for rows in (_default, _held, _compared, _fixed, _adaptive)
+    for column in ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40")
 )
 
 

@@ -58,7 +58,8 @@ def margin(method: str, column: str) -> tuple[int, str]:
 
 def seeded(cell: Cell, seed: int) -> Cell:
     """The cell with another seed; USB draws the labelled pictures anew with each (FACTS 2.4)."""
-    return cell._replace(seed=seed, config=cell.config.replace(seed=seed, split_seed=seed))
+    own = 0 if cell.config.frozen else seed  # stored views are shared, only labels drawn anew
+    return cell._replace(seed=seed, config=cell.config.replace(seed=own, split_seed=seed))
 
 
 def suite_of(
@@ -121,6 +122,7 @@ _LT = "USB's long tail (FACTS 2.5) with ViT-S: the only network that explains th
 _LT_WRN = "USB's classic_cv_imb configuration (FACTS 2.5), as the paper's text says"
 _CLASSIC = "USB's classic_cv protocol (FACTS 2.5), weight decay 5e-4 as in FixMatch's paper"
 _LITE = "first experiments (EVIDENCE): EfficientNet-Lite0 at 64 px, 5,000 steps"
+_HEAD = "what `calmatch fit` does on a CPU (plan.head): EfficientNet-Lite0 frozen, 4 + 4 views"
 SOURCES: Mapping[str, str] = {
     "cifar100_200": _USB,
     "cifar100_400": _USB,
@@ -133,6 +135,7 @@ SOURCES: Mapping[str, str] = {
     **{f"cifar100_lt_wrn_{tail}": _LT_WRN for tail in TAILS},
     **{f"eurosat_pack_{n}": f"{_LITE}; EMA 0.999, packed pictures" for n in (20, 40)},
     **{f"cifar10_pack_{n}": f"as {_LITE}; EMA 0.999, packed pictures" for n in (40, 250)},
+    **dict.fromkeys(("eurosat_frozen_20", "eurosat_frozen_40", "cifar10_frozen_40"), _HEAD),
     "cifar10_40": _CLASSIC,
     "cifar10_250": _CLASSIC,
     "digits_40": "the demo's recipe",

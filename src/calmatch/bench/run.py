@@ -81,7 +81,7 @@ def _known(files: Sequence[Path]) -> set[str]:
     """The runs that stand in files of compact results."""
     if not files:
         return set()
-    from calmatch.bench.evidence import kept  # brings tables
+    from calmatch.bench.compact import kept  # brings post-hoc calibration
 
     return {identity(run.config) for run in kept(files)}
 

@@ -126,6 +126,7 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "cifar10": own.cifar10,
     "beyond": own.beyond,
     "evidence": own.evidence,
+    "frozen": own.frozen,
     "wrn": wrn,
     "digits": digits,
 }

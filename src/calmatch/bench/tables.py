@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from calmatch.bench import comparisons, stats
 from calmatch.bench.groups import Found
 from calmatch.bench.measures import QUANTITIES, SPREAD, entry, head, leaky, marks, values
 from calmatch.bench.render import Entry, Table
 
 DETAILS = ("error", "ece", "ece_crossfit", "adaptive_ece", "classwise_ece", "nll", "nll_crossfit")
-SCALED = ("ece", "ece_crossfit", "ece_oracle", "nll", "nll_crossfit", "nll_oracle")
+WAYS = ("", "_labels", "_crossfit", "_oracle")
+SCALED = tuple(f"{metric}{way}" for metric in ("ece", "nll") for way in WAYS)
 
 
 def build(found: Found, *, suite: str = "", compare: bool = False) -> list[Table]:
@@ -58,8 +61,9 @@ def _column(found: Found, column: str, metric: str) -> dict[str, Entry]:
 
 
 SCALING = (
-    "After T: temperature scaling, each half of the test set by the temperature that the other "
-    "half's labels chose."
+    "T by test halves: temperature scaling, each half of the test set by the temperature that the "
+    "other half's labels chose. T by labels: by the labelled pictures, each predicted by a run "
+    "that held it out (--fold)."
 )
 ORACLE = "Oracle: the temperature the same labels chose, a bound for NLL and no result."
 ARROWS = "↓ better, ↑ worse than the same method without it. Best bold, second underlined."
@@ -77,13 +81,14 @@ def grid(found: Found, metric: str) -> Table:
     return Table(title[0].upper() + title[1:], ["row", *columns], rows, [ARROWS])
 
 
-def details(found: Found, column: str) -> Table:
+def details(found: Found, column: str, metrics: Sequence[str] = DETAILS) -> Table:
     """Every quantity of one column."""
-    quantities = {metric: _column(found, column, metric) for metric in DETAILS}
+    quantities = {metric: _column(found, column, metric) for metric in metrics}
     present = [row for row in found.rows if row in quantities["error"]]
     rows = [[Entry(row), *(part[row] for part in quantities.values())] for row in present]
-    heads = [head(metric) for metric in DETAILS]
-    return Table(f"{column}: {SPREAD}", ["row", *heads], rows, [ARROWS, SCALING])
+    heads = [head(metric) for metric in metrics]
+    notes = [ARROWS, *([SCALING] if "ece_crossfit" in metrics else [])]
+    return Table(f"{column}: {SPREAD}", ["row", *heads], rows, notes)
 
 
 def protocols(found: Found) -> Table | None:
