@@ -73,7 +73,7 @@ def standins(monkeypatch):
 
         return build
 
-    def packed(*, name: str, size: int = 0):
+    def packed(*, name: str, size: int = 0, most: int = 0):
         return STANDINS.setdefault(f"packed {name}", standin(name, 16))
 
     monkeypatch.setitem(datasets.DATASETS, "packed", packed)

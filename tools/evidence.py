@@ -85,8 +85,8 @@ def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
 
 
 def _prose(name: str) -> list[str]:
-    """What a person wrote beside the numbers: docs/assets/results/NAME.md."""
-    path = ROOT / "docs" / "assets" / "results" / f"{name}.md"
+    """What a person wrote beside the numbers: results/NAME.md."""
+    path = ROOT / "results" / f"{name}.md"
     return [path.read_text("utf-8")] if path.exists() else []
 
 
@@ -157,8 +157,8 @@ def readme(text: str, files: list[Path]) -> str:
     """The README with its table of sure predictions made anew."""
     found = evidence.named(compact.read(files, "frozen"), NAMES)
     table = render.markdown([evidence.short(found, METHOD, DEFAULT)]).split("\n", 2)[2].strip()
-    pattern = r"(<!-- evidence -->\n).*?(\n<!-- /evidence -->)"
-    return re.sub(pattern, lambda part: part[1] + table + part[2], text, flags=re.DOTALL)
+    pattern = r"(<!-- evidence -->\n).*?(<!-- /evidence -->)"
+    return re.sub(pattern, lambda part: f"{part[1]}{table}\n{part[2]}", text, flags=re.DOTALL)
 
 
 def write(files: list[Path], page: Path, check: bool) -> int:

@@ -251,7 +251,11 @@ RECIPES: Mapping[str, Callable[..., Config]] = {
     "cifar10_pack_250": functools.partial(cifar10_pack, labels=250),
     "eurosat_frozen_20": functools.partial(frozen, functools.partial(eurosat_pack, labels=20)),
     "eurosat_frozen_40": functools.partial(frozen, functools.partial(eurosat_pack, labels=40)),
-    "cifar10_frozen_40": functools.partial(frozen, functools.partial(cifar10_pack, labels=40)),
+    "cifar10_frozen_40": functools.partial(
+        frozen,
+        functools.partial(cifar10_pack, labels=40),
+        dataset="packed(name='cifar10', size=64, most=15360)",  # what a quarter of an hour allows
+    ),
     "stl10_40": functools.partial(stl10, labels=40),
     "stl10_100": functools.partial(stl10, labels=100),
     "stl10_text_40": functools.partial(stl10_text, labels=40),

@@ -38,9 +38,13 @@ def seeds_note(found: Found) -> str:
         for group in found.groups
         if len(group.runs) < number
     ]
-    seeds = sorted({seed for group in found.groups for seed, _ in group.runs})
+    both = [seeds for group in found.groups for seeds in group.runs]
+    own, drawn = (sorted({seeds[k] for seeds in both}) for k in (0, 1))
+    named = f"Seeds: {', '.join(map(str, own))}"
+    if len(own) < len(drawn):
+        named = f"Draws of the labels: {', '.join(map(str, drawn))}; seed {own[0]}"
     less = f" Fewer: {', '.join(fewer)}." if fewer else ""
-    return f"Seeds: {', '.join(map(str, seeds))}; {number} runs a cell.{less}"
+    return f"{named}; {number} runs a cell.{less}"
 
 
 def _column(found: Found, column: str, metric: str) -> dict[str, Entry]:

@@ -26,12 +26,13 @@ SIDE = 16  # a sheet holds 16 x 16 pictures; their sides are multiples of 8, so 
 QUALITIES = range(50, 101)
 
 
-def packed(*, name: str, size: int = 0) -> Dataset:
+def packed(*, name: str, size: int = 0, most: int = 0) -> Dataset:
     """A dataset that `tools/pack.py` has made one file of, under the data folder's `packed/`.
 
     Args:
         name: of the file, without its ending.
         size: pixels to resize to (bilinear); 0: as packed.
+        most: training pictures that are used, the first ones; 0: all.
     """
     path = root() / "packed" / f"{name}.npz"
     if not path.is_file() or Path(name).name != name:
@@ -54,9 +55,10 @@ def packed(*, name: str, size: int = 0) -> Dataset:
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} is damaged or no packed dataset: {error}.") from error
     mean, std = (tuple(float(v) for v in row) for row in note["statistics"])
+    used = min(most or len(labels), len(labels))
     return Dataset(
-        images[: len(labels)],
-        torch.from_numpy(labels).long(),
+        images[:used],
+        torch.from_numpy(labels[:used]).long(),
         images[len(labels) :],
         torch.from_numpy(tested).long(),
         tuple(str(name) for name in note["classes"]),
