@@ -219,7 +219,7 @@ def test_a_strangers_run_is_a_sentence_and_not_a_traceback(tmp_path, capsys):
         path.write_text(junk)
         capsys.readouterr()
         assert cli.main(["replay", str(tmp_path / "run"), "--quiet"]) == 2, name
-        assert capsys.readouterr().err.startswith("calmatch: ")
+        assert capsys.readouterr().err.strip().startswith("calmatch: ")
         path.write_bytes(whole)
     (tmp_path / "run" / "environment.json").write_text('{"threads": 1000000000}')
     assert cli.main(["replay", str(tmp_path / "run"), "--quiet"]) == 0
