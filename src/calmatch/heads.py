@@ -182,14 +182,11 @@ class Frozen:
             seed=config.seed,
             chunk=config.chunk,
         )
-        sets: dict[str, tuple[Source, Tensor]] = {}
         pictures, truth = base.sets["test"]
-        sets["test"] = (Rows(self.tested, torch.arange(len(truth)), pictures), truth)
-        if split.validation:
-            sets["validation"] = (
-                Rows(self.store, rows["validation"]),
-                self.labels[rows["validation"]],
-            )
+        tested: Source = Rows(self.tested, torch.arange(len(truth)), pictures)
+        sets = {"test": (tested, truth)}
+        if len(held := rows["validation"]):
+            sets["validation"] = (Rows(self.store, held), self.labels[held])
         made = replace(
             base,
             statistics=self.statistics,

@@ -59,11 +59,12 @@ def collect(paths: Iterable[Path], suite: str | None = None) -> list[dict[str, A
 
 
 def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str, Any]:
-    usual = Config().dump()
     result = {k: v for k, v in run.result.items() if k not in ("classes", "notes", "interval")}
     result["curves"] = {
         "test": [[line[field] for field in CURVE] for line in run.lines("test")],
     }
+    if run.config.fold:  # only what it held out matters
+        return _framed(run, {**result, "curves": {}})
     if other is not None:
         result["temperature_scaled"]["seeds"] = trusting.by_seeds(run, other)
     if folds:
@@ -78,6 +79,11 @@ def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str,
     if seen := views.load(run.folder):
         result["agreement"] = trusting.estimates(seen)
         result["temperature_scaled"]["views"] = trusting.by_views(run, seen)
+    return _framed(run, result)
+
+
+def _framed(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
+    usual = Config().dump()
     moments = [moment["unix"] for moment in job.times(run.folder)]
     there = json.loads((run.folder / "environment.json").read_text("utf-8"))
     return {

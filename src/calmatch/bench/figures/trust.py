@@ -54,7 +54,7 @@ def draw_trust(figure: Figure, found: Mapping[str, Any]) -> None:
             sizes = [4 + 160 * n / sum(numbers) for n in numbers]
             axes.plot(x, y, color=colour, lw=1)
             axes.scatter(x, y, s=sizes, color=colour, clip_on=False, label=curve["name"])
-        axes.set(title=panel["title"], xlim=(20, 101), ylim=(20, 101), aspect="equal")
+        axes.set(title=panel["title"], xlim=(0, 101), ylim=(0, 101), aspect="equal")
         axes.set_xlabel("confidence, %")
         if place == 0:
             axes.set_ylabel("right, %")
