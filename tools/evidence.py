@@ -100,7 +100,7 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     several = len(found.columns) > 1
     grids = [tables.grid(found, metric) for metric in ("error", "ece")] if several else []
     first, *rest = [*grids, *made_tables]
-    notes = [*first.notes, tables.seeds_note(found), *found.notes]
+    notes = [*first.notes, tables.seeds_note(found)]
     parts.append(render.markdown([first._replace(notes=notes), *rest]))
     parts.append(render.markdown(_there(comparisons.differences(found), evidence.free(found))))
     parts.append(render.markdown(_there(comparisons.ranks(found), tables.protocols(found))))
