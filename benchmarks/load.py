@@ -10,6 +10,7 @@ the process's own, looked at fifty times a second. `bytes_a_picture` is what gro
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -190,15 +191,20 @@ def table_of(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    save = "--save" in sys.argv
-    parts = [word for word in sys.argv[1:] if word != "--save"] or list(PARTS)
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
+    options.add_argument("--save", action="store_true", help="keep the numbers")
+    chosen = options.parse_args()
+    if unknown := set(chosen.parts) - set(PARTS):
+        options.error(f"there is no part {sorted(unknown)[0]}; there are {', '.join(PARTS)}")
+    save = chosen.save
     target = ROOT / "benchmarks" / "results" / f"load-cpu-{date.today()}.json"
     found: dict[str, Any] = json.loads(target.read_text()) if save and target.exists() else {}
     found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores shared with other programs"
     found["torch"] = torch.__version__
     work = Path(tempfile.mkdtemp(prefix="calmatch-load-"))
     try:
-        for name in parts:
+        for name in chosen.parts:
             found[name] = PARTS[name](work)
             print(name, json.dumps(found[name]), flush=True)
     finally:
