@@ -149,7 +149,8 @@ class Stage:
     def close(self) -> None:
         self.forks.close()
         if self.mounted:
-            subprocess.run(["umount", str(self.work / "disk")], check=True)
+            # lazily: a worker that outlives its parent for a moment keeps it busy
+            subprocess.run(["umount", "--lazy", str(self.work / "disk")], check=True)
 
     def folder(self, name: str) -> Path:
         """A place for a run and its config, on the small disk if there is one."""
