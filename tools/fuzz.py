@@ -340,7 +340,7 @@ def _hurt(chance: random.Random, folder: Path, name: str) -> None:
         path.unlink()
     elif kind < 0.2:
         path.unlink()
-        path.symlink_to(chance.choice((work_outside(), "/etc/passwd", "/dev/zero", "..", name)))
+        path.symlink_to(chance.choice((str(OUTSIDE), "/etc/passwd", "/dev/zero", "..", name)))
     elif suffix == ".json" and kind < 0.8:
         junk = json.dumps(value_of(chance, json.loads(data)))
         path.write_bytes(junk.encode("utf-8", "surrogatepass"))
@@ -352,10 +352,6 @@ def _hurt(chance: random.Random, folder: Path, name: str) -> None:
         path.write_bytes(arrays_of(chance, data))
     else:
         path.write_bytes(bytes_of(chance, data))
-
-
-def work_outside() -> str:
-    return str(OUTSIDE)
 
 
 TARGETS: dict[str, tuple[int, Target]] = {  # share of the inputs in percent

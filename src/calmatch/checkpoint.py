@@ -139,7 +139,7 @@ def copied(
         held = copies.get(name)
         if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies[name].copy_(tensor.detach(), non_blocking=True)
+        copies[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()
     return {name: copies[name] for name in tensors}

@@ -26,7 +26,7 @@ from calmatch.config import Config
 from calmatch.core import Output, Task, Transform
 from calmatch.data import cache, files
 from calmatch.data.batches import Batches, stream_seed
-from calmatch.data.resident import Resident, Source, taken
+from calmatch.data.resident import Resident, Source
 from calmatch.data.split import Split
 from calmatch.setup import Parts, Statistics
 
@@ -279,7 +279,7 @@ def _fill(
 ) -> None:
     """Features of a block of pictures; every view has its own stream of chance."""
     device, number = parts.device, int(rows[0]) // BLOCK
-    pictures = taken(images, rows).to(device)
+    pictures = files.taken(images, rows).to(device)
     mean, std = (torch.tensor(v, device=device) for v in parts.statistics)
     views = (found.shape[1] - 1) // 2
     pipelines = {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)}

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from calmatch import checkpoint, examples, judge, model
 from calmatch.config import Config
-from calmatch.data.files import Images
+from calmatch.data.files import Images, taken
 from calmatch.data.pictures import Pictures
-from calmatch.data.resident import taken
 from calmatch.plan import Plan, Wish
 from calmatch.report.build import build
 from calmatch.results import Run, load

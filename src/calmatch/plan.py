@@ -15,9 +15,8 @@ import torch
 from calmatch import heads, methods, nets, spec, trainer
 from calmatch.config import Config, check
 from calmatch.core import Method
-from calmatch.data.files import Images
+from calmatch.data.files import Images, taken
 from calmatch.data.pictures import Pictures
-from calmatch.data.resident import taken
 from calmatch.data.split import FOLDS
 from calmatch.recipes import METHOD, PENALTY
 from calmatch.setup import Parts, pick_device, prepare

@@ -12,8 +12,7 @@ from torch import Tensor
 from calmatch import spec
 from calmatch.data import build, official
 from calmatch.data.dataset import Dataset
-from calmatch.data.files import Files
-from calmatch.data.resident import taken
+from calmatch.data.files import Files, taken
 from calmatch.data.split import split
 
 NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer pictures are near duplicates,

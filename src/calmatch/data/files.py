@@ -106,6 +106,13 @@ class Kept:
 Images = Tensor | Files | Kept
 
 
+def taken(images: Images, rows: Tensor) -> Tensor:
+    """Some pictures as one tensor."""
+    if isinstance(images, Files):
+        return images.take(rows.tolist())
+    return images.take(rows) if isinstance(images, Kept) else images[rows]
+
+
 @functools.lru_cache(maxsize=4)
 def _zip(path: Path, process: int) -> zipfile.ZipFile:
     """An open zip; a forked process must not share its parent's file position."""

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from calmatch.data import cache
 from calmatch.data.dataset import Dataset
+from calmatch.data.files import taken
 from calmatch.data.official import root
 
 SIDE = 16  # a sheet holds 16 x 16 pictures; their sides are multiples of 8, so JPEG's blocks
@@ -76,7 +77,7 @@ def pack(dataset: Dataset, limit: int) -> tuple[bytes, dict[str, Any]]:
         Its content, and what is said in it beside pictures: quality, noise, classes.
     """
     both = (dataset.images, dataset.test_images)
-    images = torch.cat([b if isinstance(b, Tensor) else b.take(range(len(b))) for b in both])
+    images = torch.cat([taken(some, torch.arange(len(some))) for some in both])
     size = images.shape[-1]
     if images.shape[-2] != size or size % 8:
         raise ValueError("Only square pictures whose side is a multiple of 8 can be packed.")

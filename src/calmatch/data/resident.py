@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from calmatch import ops
-from calmatch.data.files import Files, Images, Kept
+from calmatch.data.files import Images, Kept, taken
 from calmatch.data.stream import Plan, Stream
 
 
@@ -99,10 +99,3 @@ def _placed(images: Images, rows: Tensor, device: torch.device) -> Tensor:
     for into, some in zip(found.split(BLOCK), rows.split(BLOCK), strict=True):
         into.copy_(taken(images, some))
     return found
-
-
-def taken(images: Images, rows: Tensor) -> Tensor:
-    """Some pictures as one tensor."""
-    if isinstance(images, Files):
-        return images.take(rows.tolist())
-    return images.take(rows) if isinstance(images, Kept) else images[rows]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as Rows
 
-from calmatch.data.files import Files, Images, Kept
+from calmatch.data.files import Images, taken
 
 Plan = Callable[[int], Tensor]  # the rows of chunk k
 
@@ -83,13 +83,8 @@ class _Fetch(Rows[Tensor | str]):
         self.images, self.rows = images, rows
 
     def __getitem__(self, ids: Tensor) -> Tensor | str:
-        chosen = self.rows[ids]
-        if not isinstance(self.images, Files):
-            return (
-                self.images.take(chosen) if isinstance(self.images, Kept) else self.images[chosen]
-            )
         try:
-            return self.images.take(chosen.tolist())
+            return taken(self.images, self.rows[ids])
         except ValueError as error:  # raised here it would arrive as a worker's traceback
             return str(error)
 
