@@ -49,10 +49,13 @@ def test_every_method_steps_on_the_gpu_without_waiting(tiny, method):
     assert all(torch.isfinite(value).all() for value in run.tensors().values())
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
-def test_the_captured_step_equals_the_eager_one(tiny, method):
+@pytest.mark.parametrize(
+    ("method", "compile"), [*((method, None) for method in ALL_METHODS), ("freematch", "net")]
+)
+def test_the_captured_step_equals_the_eager_one(tiny, method, compile):
     """Twenty steps in float64 from the same seed, over chunk borders, compiled and captured."""
-    config = tiny(method, device="cuda", precision="fp64", steps=20, ema=0.9, chunk=8)
+    settings = {"steps": 20, "ema": 0.9, "chunk": 8, "compile": compile}
+    config = tiny(method, device="cuda", precision="fp64", **settings)
     torch._dynamo.reset()
     eager = trainer._start(config.replace(compile=False), prepare(config))
     replayed = trainer._start(config, prepare(config))

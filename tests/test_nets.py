@@ -8,14 +8,13 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from timm.layers.conv2d_same import Conv2dSame
 from torch import nn
 
 from calmatch import nets
 from calmatch.core import Task
 from calmatch.methods import build as build_method
 from calmatch.nets import pretrained
-from calmatch.nets.timm_net import Halving
+from calmatch.nets.timm_net import Reaching
 from calmatch.nets.vit import ViT
 from calmatch.nets.wideresnet import WideResNet
 from conftest import GOLDEN, Golden
@@ -192,16 +191,40 @@ def test_only_the_class_token_goes_through_the_last_block_and_nothing_changes():
     torch.testing.assert_close(net(images).features, features, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kernel", "side"), [(3, 8), (5, 8), (3, 2), (5, 2)])
-def test_halving_layers_compute_what_timms_do(kernel, side):
-    theirs = Conv2dSame(6, 6, kernel, 2, groups=6, bias=kernel == 5).double()
-    ours = Halving(theirs)
-    images = torch.randn(2, 6, side, side, dtype=torch.float64)
-    torch.testing.assert_close(ours.halved(images), theirs(images))
-    assert torch.equal(ours(images), theirs(images))
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 5), (3, 5)])
+@pytest.mark.parametrize("sides", [(8, 8), (2, 2), (1, 1), (1, 4), (3, 2)])
+def test_taps_that_never_meet_a_map_are_left_out_and_nothing_changes(kernel, sides):
+    pad = tuple(k // 2 for k in kernel)
+    theirs = nn.Conv2d(6, 6, kernel, padding=pad, groups=6, bias=kernel[0] == 5).double()
+    assert Reaching.fits(theirs)
+    ours = Reaching(theirs)
+    images = torch.randn(2, 6, *sides, dtype=torch.float64, requires_grad=True)
+    towards = [torch.randn(2, 6, *sides, dtype=torch.float64)]
+    for one, two in zip(
+        torch.autograd.grad([ours(images)], [images, ours.weight], towards),
+        torch.autograd.grad([theirs(images)], [images, theirs.weight], towards),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(ours(images), theirs(images))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
 
 
-def test_efficientnets_layers_that_halve_are_ours():
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(6, 6, 3, padding=1),
+        nn.Conv2d(6, 6, 3, padding=1, stride=2, groups=6),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=6),
+        nn.Conv2d(6, 6, 3, padding="same", groups=6),
+        nn.Conv2d(6, 6, 3, padding=1, groups=6, padding_mode="reflect"),
+    ],
+)
+def test_other_layers_keep_all_their_taps(layer):
+    assert not Reaching.fits(layer)
+
+
+def test_efficientnets_depthwise_layers_of_stride_one_are_ours():
     net = nets.build("efficientnet_lite0(pretrained=False)", 10, 32)
-    assert sum(isinstance(layer, Halving) for layer in net.modules()) == 4
+    assert sum(isinstance(layer, Reaching) for layer in net.modules()) == 12

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -146,10 +146,11 @@ class Lane:
         )
         self.objective = parts.objective(self.flat.net)
         self.forward: Callable[[nn.Module, Batch, Tensor], Values] = _forward
-        if compiled:
-            self.forward = torch.compile(
-                _forward, fullgraph=True, dynamic=False, options={"combo_kernels": True}
-            )
+        how: Any = {"fullgraph": True, "dynamic": False, "options": {"combo_kernels": True}}
+        if run.config.compile == "net":
+            self.flat.net.get_submodule("body").compile(**how)
+        elif compiled:
+            self.forward = torch.compile(_forward, **how)
         place = self.place.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

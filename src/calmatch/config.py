@@ -76,8 +76,9 @@ class Config:
     """Momentum of the averaged weights that are evaluated; 0: none; unset: the method's own."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Arithmetic of the network while training."""
-    compile: bool | None = None
-    """Compile the step (slow start, faster steps); unset: on a CUDA device."""
+    compile: bool | Literal["net"] | None = None
+    """Compile the step (slow start, faster steps); net: of a captured step the network alone, which
+    other methods' runs find compiled; unset: the step on a CUDA device."""
     engine: Literal["auto", "eager", "captured"] = "auto"
     """Replay the step from one captured graph (auto: on a CUDA device), or run it as written."""
     device: str = "auto"

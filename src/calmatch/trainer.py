@@ -184,7 +184,7 @@ def fresh(config: Config, quiet: bool = True) -> Training:
 def _start(config: Config, parts: Parts) -> Training:
     objective: nn.Module = parts.objective(parts.net)
     compiled = parts.device.type == "cuda" if config.compile is None else config.compile
-    if compiled:
+    if compiled is True:  # the net alone is compiled by the captured step
         objective.compile(fullgraph=True)
     if parallel.world() > 1:
         objective = nn.parallel.DistributedDataParallel(objective, static_graph=True)

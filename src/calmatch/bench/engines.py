@@ -16,6 +16,7 @@ from calmatch.bench.job import Job
 from calmatch.config import seedless
 
 TOGETHER = 3  # seeds side by side on one card: 1.3 times as fast as one by one on an H200
+MOST = 5  # of them in one process, however many run at once: more end no sooner
 
 
 class Slot(NamedTuple):
@@ -91,7 +92,7 @@ def local(
                     board.move(job, "stopped")
                 waiting.clear()
             for place, slot in enumerate(places):
-                while room[place] and (ready := _bundle(waiting, board, room[place])):
+                while room[place] and (ready := _bundle(waiting, board, min(MOST, room[place]))):
                     running[ready] = (jobs.start(*ready, env=slot.env), place)
                     room[place] -= len(ready)
                     for job in ready:

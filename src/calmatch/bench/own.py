@@ -122,8 +122,20 @@ def _capped(column: str) -> list[Row]:
 
 
 def _adaptive(column: str) -> list[Row]:
-    names = ("softmatch", "flexmatch", "adamatch")
-    return [row for name in names for row in (plain(name), _own(name, "cap", **CAP))]
+    return _with_cap("softmatch", "flexmatch", "adamatch")
+
+
+def _others(column: str) -> list[Row]:
+    return [*_with_cap("simmatch", "mixmatch"), *loss_rows(column)[1:3], Row("bam", "bam")]
+
+
+def _with_cap(*methods: str) -> list[Row]:
+    return [row for name in methods for row in (plain(name), _own(name, "cap", **CAP))]
+
+
+def _milder(column: str) -> list[Row]:
+    """What soft labels and mixup give without a margin, alone and together."""
+    return [row for row in _beyond_rows(column) if row.name.startswith("freematch, ")]
 
 
 _TELLING: Sequence[tuple[str, Callable[[str], list[Row]]]] = (
@@ -132,15 +144,20 @@ _TELLING: Sequence[tuple[str, Callable[[str], list[Row]]]] = (
     ("cifar10_pack_40", _default),
     ("eurosat_pack_40", _compared),
     ("cifar10_pack_40", _compared),
-    ("eurosat_pack_40", _fixed),
-    ("eurosat_pack_40", _held),
     ("eurosat_pack_20", _compared),
-    ("cifar10_pack_40", _held),
-    ("eurosat_pack_40", _adaptive),
-    ("eurosat_pack_20", _held),
+    ("eurosat_pack_40", _fixed),
     ("cifar10_pack_40", _fixed),
+    ("eurosat_pack_40", _adaptive),
+    ("eurosat_pack_40", _others),
+    ("eurosat_pack_40", _held),
+    ("eurosat_pack_20", _held),
+    ("cifar10_pack_40", _held),
     ("eurosat_pack_20", _fixed),
+    ("eurosat_pack_40", _milder),
     ("cifar10_pack_40", _adaptive),
+    ("cifar10_pack_250", _default),
+    ("cifar10_pack_250", _compared),
+    ("cifar10_pack_250", _fixed),
 )
 
 
