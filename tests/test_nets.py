@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
 from calmatch import nets
 from calmatch.core import Task
@@ -228,3 +229,12 @@ def test_other_layers_keep_all_their_taps(layer):
 def test_efficientnets_depthwise_layers_of_stride_one_are_ours():
     net = nets.build("efficientnet_lite0(pretrained=False)", 10, 32)
     assert sum(isinstance(layer, Reaching) for layer in net.modules()) == 12
+
+
+@pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "mobilenetv3_small_050"])
+def test_a_new_classifier_begins_unsure(name):
+    """Methods that learn from confident guesses would learn those of a random head."""
+    torch.manual_seed(0)
+    head = nets.build(f"timm.{name}", 10, 32).model.get_classifier()
+    features = 40 * functional.normalize(torch.rand(64, head.in_features), dim=1)
+    assert head(features).softmax(-1).amax(-1).mean() < 0.4

@@ -195,7 +195,7 @@ def eurosat_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
     settings: dict[str, Any] = {
         "dataset": "packed(name='eurosat')",
         "steps": 2_500,
-        "ema": 0.999,
+        "ema": 0.995,
         "log_every": 125,
         "eval_every": 250,
         "compile": "net",  # which all rows share

@@ -28,6 +28,10 @@ class Timm(nn.Module):
                 f"The weights of {name!r} cannot be had: {error}. Give a local file instead, "
                 f"timm.{name}(pretrained='FILE.safetensors'), or use pretrained=False."
             ) from error
+        model: Any = self.model
+        head, kept = model.get_classifier(), classes == model.pretrained_cfg.get("num_classes")
+        if isinstance(head, nn.Linear) and not (kept and settings.get("pretrained")):
+            head.reset_parameters()  # some begin sure of random classes, and methods believe them
         for place, layer in list(self.model.named_modules()):
             if Reaching.fits(layer):
                 self.model.set_submodule(place, Reaching(layer))
