@@ -38,6 +38,7 @@ NAMES = {
     "eurosat_frozen_40": "EuroSAT, 40 labels",
     "eurosat_frozen_20": "EuroSAT, 20 labels",
     "cifar10_frozen_40": "CIFAR-10, 40 labels",
+    "cifar10_frozen_250": "CIFAR-10, 250 labels",
     "cifar10_pack_250": "CIFAR-10, 250 labels",
     "digits_40": "digits, 40 labels",
 }
