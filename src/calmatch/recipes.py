@@ -194,13 +194,13 @@ def eurosat_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
     """eurosat_lite from one packed file (tools/pack.py), with last and averaged weights judged."""
     settings: dict[str, Any] = {
         "dataset": "packed(name='eurosat')",
-        "steps": 2_500,
+        "steps": 2_000,
         "ema": 0.995,
-        "log_every": 125,
-        "eval_every": 250,
+        "log_every": 100,
+        "eval_every": 200,
         "compile": "net",  # which all rows share
         "chunk": 64,  # few launches of augmentation, and memory for forty runs at once
-        "checkpoint_every": 2_500,  # they take a minute: what is written is time that is lost
+        "checkpoint_every": 2_000,  # they take a minute: what is written is time that is lost
     }
     return eurosat_lite(method, labels=labels, **(settings | changes))
 
