@@ -233,7 +233,7 @@ def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path, monkeypa
         torch.from_numpy(np.concatenate([file[name] for file in files]))
         for name in ("held_log_probs", "held_labels")
     )
-    wanted = judge.temperature(logits, labels).values["temperature"]
+    wanted = judge.temperature(logits, labels, folds=4).values["temperature"]
     by_labels = found["temperature_scaled"]["labels"]
     assert by_labels["temperature"] == pytest.approx(wanted, rel=1e-5)
     assert by_labels["labels"] == 40

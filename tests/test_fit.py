@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch import data, fit, heads, judge, log, model, plan, trainer
+from calmatch import data, fit, heads, judge, log, model, plan, posthoc, trainer
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -312,6 +312,18 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     found = judge.crossfit(frozen, config, split, set(split.labelled))
     assert sorted(found.rows) == sorted(split.labelled)
     assert (found.log_probs.argmax(1) != found.labels).double().mean() > 0.4
+
+
+def test_fewer_folds_need_labels_that_insist_more_to_move_the_temperature():
+    """Models of two folds saw half of the labels: they are worse than the one they judge for."""
+    chance = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(20, 10, generator=chance)
+    labels = torch.where(torch.arange(20) < 13, logits.argmax(1), logits.argmin(1))
+    heats = [
+        judge.temperature(logits, labels, folds).values["temperature"] for folds in (2, 3, 4, 5, 0)
+    ]
+    best = posthoc.crossfit_temperature(logits, labels).values["temperature"]
+    assert 1 < heats[0] < heats[1] < heats[2] == heats[3] == heats[4] < best
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (1, 2, 9), (2, 2), (30, 3, 1)])

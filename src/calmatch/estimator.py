@@ -139,7 +139,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 for one in dict.fromkeys((config, alone))
             ]
             self.judged_, config = min(tried, key=lambda pair: judge.score(pair[0]))
-            self.calibration_ = judge.temperature(self.judged_.log_probs, self.judged_.labels)
+            known = self.judged_
+            self.calibration_ = judge.temperature(known.log_probs, known.labels, known.folds)
         self.kept_ = config.method
         parts = frozen.parts(split, config)
         trainer.learn(config, parts)

@@ -234,7 +234,7 @@ def _holdout(
     log_probs = evaluate.predict(
         parts.judged, parts.method, pictures_, parts.statistics, config.eval_batch
     )
-    return judge.Judged(log_probs, labels, rows, False)
+    return judge.Judged(log_probs, labels, rows, 0)
 
 
 def _crossfit(

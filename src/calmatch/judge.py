@@ -23,7 +23,11 @@ class Judged(NamedTuple):
     log_probs: Tensor  # [n, C], before calibration
     labels: Tensor  # [n]
     rows: list[int]  # of the training pictures, or of the held-out ones
-    crossfit: bool  # by sister models; False: held out, by the model itself
+    folds: int  # predicted by so many sister models; 0: held out, by the model itself
+
+    @property
+    def crossfit(self) -> bool:
+        return self.folds > 0
 
 
 def crossfit(
@@ -44,7 +48,8 @@ def crossfit(
     log_probs: list[Tensor] = []
     rows: list[int] = []
     cheap = config.replace(compile=False)
-    for number, fold in enumerate(folds(own, config.seed), start=1):
+    parted = folds(own, config.seed)
+    for number, fold in enumerate(parted, start=1):
         held = {split.labelled[place] for place in fold}
         judged = sorted(held & unseen)
         if judged:
@@ -69,15 +74,16 @@ def crossfit(
             "No label can be left out to judge by: every class has one label. Label at least "
             "two pictures of each class."
         )
-    return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, True)
+    return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, len(parted))
 
 
-def temperature(log_probs: Tensor, labels: Tensor) -> posthoc.Scaling:
+def temperature(log_probs: Tensor, labels: Tensor, folds: int = 0) -> posthoc.Scaling:
     """The temperature nearest to 1 that the labels do not speak against.
 
     Forty labels know the best temperature only to about a fifth, and sister models that saw fewer
     labels ask for too warm a one. So it moves from the best one towards 1 (no change) until the
-    labels are e times less likely, and no further.
+    labels are e times less likely, and no further; e² times where there were three folds and e³
+    times where there were two, whose models saw half of the labels (docs/log.md has the numbers).
     """
     best = posthoc.crossfit_temperature(log_probs, labels)
     warm = float(best.values["temperature"])
@@ -88,7 +94,7 @@ def temperature(log_probs: Tensor, labels: Tensor) -> posthoc.Scaling:
         return float(-logp.gather(1, labels[:, None]).sum())
 
     low, high = 0.0, 1.0  # the share of the way from 1 to the best
-    worst = loss(1.0) + 1.0
+    worst = loss(1.0) + (max(1, 5 - folds) if folds else 1)
     if loss(0.0) <= worst:
         return posthoc.Scaling("temperature", {"temperature": 1.0}, len(labels))
     for _ in range(30):
@@ -114,12 +120,12 @@ def verdict(judged: Judged, resamples: int = 500) -> Verdict:
     The metrics after calibration use, for each picture, a temperature found without its label.
     """
     z, y = judged.log_probs, judged.labels
-    scaling = temperature(z, y)
+    scaling = temperature(z, y, judged.folds)
     log_probs = scaling(z).double()
     for fold in folds([0] * len(y), 0):
         others = torch.ones(len(y), dtype=torch.bool)
         others[fold] = False
-        log_probs[fold] = temperature(z[others], y[others])(z[fold]).double()
+        log_probs[fold] = temperature(z[others], y[others], judged.folds)(z[fold]).double()
     probs = log_probs.exp()
     confidence, guess = probs.max(1)
     return Verdict(
@@ -155,5 +161,5 @@ def exact(wrong: int, n: int, level: float = 0.95) -> tuple[float, float]:
 
 def score(judged: Judged) -> float:
     """What decides between two models: the mean log-loss of calibrated predictions."""
-    scaled = temperature(judged.log_probs, judged.labels)(judged.log_probs)
+    scaled = temperature(judged.log_probs, judged.labels, judged.folds)(judged.log_probs)
     return float(-scaled.double().gather(1, judged.labels[:, None]).mean())

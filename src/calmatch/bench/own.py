@@ -83,7 +83,7 @@ def _beyond_rows(column: str) -> list[Row]:
 def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
     found: dict[Path, Cell] = {}
-    for rows in (_default, _held, _headed):
+    for rows in (_default, _held, _headed, _held_too):
         for cell in suite_of("frozen", FROZEN, rows, FIVE):
             found.setdefault(cell.folder, cell)
     return list(found.values())
@@ -106,12 +106,19 @@ def _default(column: str) -> list[Row]:
 
 def _held(column: str) -> list[Row]:
     """The same without each fold of the labels, for a temperature that the labels choose."""
-    folds = range(1, min(FOLDS, int(column.rpartition("_")[2]) // 10) + 1)
+    return _folds(column, _default(column)[::-1])
+
+
+def _held_too(column: str) -> list[Row]:
+    return _folds(column, [plain("fixmatch"), plain("supervised")])
+
+
+def _folds(column: str, rows: Sequence[Row]) -> list[Row]:
     source = "held-out labels choose a temperature (docs/beyond.md)"
     return [
-        Row(f"{row.name}, fold {k}", METHOD, {**row.changes, "fold": k}, source)
-        for row in _default(column)[::-1]
-        for k in folds
+        Row(f"{row.name}, fold {k}", row.method, {**row.changes, "fold": k}, source)
+        for row in rows
+        for k in range(1, min(FOLDS, int(column.rpartition("_")[2]) // 10) + 1)
     ]
 
 

@@ -78,7 +78,7 @@ def by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, Any]]:
                 continue
             held = name.replace("log_probs", "held_log_probs")
             judged = np.concatenate([other[held] for other in others])
-            scale = temperature(torch.from_numpy(judged), torch.from_numpy(truth))
+            scale = temperature(torch.from_numpy(judged), torch.from_numpy(truth), len(folds))
             log_probs, labels = (torch.from_numpy(own[key]) for key in (name, "labels"))
             found[name] = _scaled(scale, log_probs, labels) | {"labels": len(truth)}
         return found
