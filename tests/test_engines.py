@@ -168,6 +168,18 @@ def test_a_place_takes_further_rows_while_there_is_room(tiny, tmp_path, monkeypa
     assert began in ([2, 1, 2], [2, 1, 1, 1])  # the folds when two are free, or one by one
 
 
+def test_a_process_takes_five_runs_at_most(tiny, tmp_path, monkeypatch):
+    todo = [Job(f"run{k}", tiny(seed=k), tmp_path / f"run{k}") for k in range(6)]
+    for job in todo:
+        job.folder.mkdir()
+    began = []
+    monkeypatch.setattr(
+        jobs, "start", lambda *some, env: (began.append(len(some)), subprocess.Popen("true"))[1]
+    )
+    perform(todo, [Slot("card", {}, together=20)])
+    assert began == [5, 1]
+
+
 def test_what_does_not_fit_into_the_minutes_is_left(tiny, tmp_path):
     todo = [Job(f"run{k}", tiny(seed=k), tmp_path / f"run{k}") for k in range(3)]
     board = Board("test", todo, quiet=True)

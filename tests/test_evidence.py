@@ -209,40 +209,40 @@ def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path, monkeypa
     """Every label is held out once, by the folds' runs together; then the temperature is fit's."""
     from calmatch import judge, recipes
 
-    config = recipes.digits_40("freematch", ema=0.9, steps=4, eval_every=2, chunk=2)
+    config = recipes.digits_40("freematch", ema=0.9, steps=4, eval_every=2, chunk=2, labels=20)
     monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
     config = config.replace(net="small(width=2)", device="cpu", frozen=frozen)
     whole = trainer.train(config, tmp_path / "runs" / "whole", quiet=True)
     split = json.loads((whole.folder / "split.json").read_text())
     held = []
-    for fold in (1, 2, 3, 4):
+    for fold in (1, 2):
         run = trainer.train(config.replace(fold=fold), tmp_path / f"runs/{fold}", quiet=True)
         own = json.loads((run.folder / "split.json").read_text())
         assert not {*own["validation"]} & {*own["labelled"], *own["unlabelled"]}
         held += own["validation"]
     assert sorted(held) == sorted(split["labelled"])
-    with pytest.raises(ValueError, match="4 folds"):
-        trainer.train(config.replace(fold=5), tmp_path / "five", quiet=True)
+    with pytest.raises(ValueError, match="2 folds"):
+        trainer.train(config.replace(fold=3), tmp_path / "three", quiet=True)
     with pytest.raises(ValueError, match="--fold and --validation"):
         trainer.train(config.replace(fold=1, validation=0.1), tmp_path / "both", quiet=True)
     lines = compact.collect([tmp_path / "runs"])
-    assert sum("fold" in line["config"] for line in lines) == 4
+    assert sum("fold" in line["config"] for line in lines) == 2
     found = next(line for line in lines if "fold" not in line["config"])["result"]
-    files = [np.load(tmp_path / "runs" / str(k) / "predictions.npz") for k in (1, 2, 3, 4)]
+    files = [np.load(tmp_path / "runs" / str(k) / "predictions.npz") for k in (1, 2)]
     logits, labels = (
         torch.from_numpy(np.concatenate([file[name] for file in files]))
         for name in ("held_log_probs", "held_labels")
     )
-    wanted = judge.temperature(logits, labels, folds=4).values["temperature"]
+    wanted = judge.temperature(logits, labels, folds=2).values["temperature"]
     by_labels = found["temperature_scaled"]["labels"]
     assert by_labels["temperature"] == pytest.approx(wanted, rel=1e-5)
-    assert by_labels["labels"] == 40
+    assert by_labels["labels"] == 20
     assert "ece" in found["plain"]["temperature_scaled"]["labels"]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     kept = compact.read([tmp_path / "some.jsonl"])
     assert len(kept.groups) == 1  # folds are no rows
     assert values(kept.groups[0], "ece_labels")[0, 0] == pytest.approx(100 * by_labels["ece"])
-    shutil.rmtree(tmp_path / "runs" / "4")
+    shutil.rmtree(tmp_path / "runs" / "2")
     again = compact.collect([tmp_path / "runs"])
     assert not any("labels" in line["result"]["temperature_scaled"] for line in again)
 

@@ -6,6 +6,7 @@ import json
 import pickle
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from calmatch import nets
 from calmatch.core import Task
+from calmatch.flat import lowered
 from calmatch.methods import build as build_method
 from calmatch.nets import pretrained
 from calmatch.nets.timm_net import Reaching
@@ -228,7 +230,9 @@ def test_other_layers_keep_all_their_taps(layer):
 
 def test_efficientnets_depthwise_layers_of_stride_one_are_ours():
     net = nets.build("efficientnet_lite0(pretrained=False)", 10, 32)
-    assert sum(isinstance(layer, Reaching) for layer in net.modules()) == 12
+    ours = [name for name, layer in net.named_modules() if isinstance(layer, Reaching)]
+    assert len(ours) == 12
+    assert {f"body.{name}.weight" for name in ours} <= {*lowered(nets.Net(net, {}))}  # in bfloat16
 
 
 @pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "mobilenetv3_small_050"])
@@ -238,3 +242,12 @@ def test_a_new_classifier_begins_unsure(name):
     head = nets.build(f"timm.{name}", 10, 32).model.get_classifier()
     features = 40 * functional.normalize(torch.rand(64, head.in_features), dim=1)
     assert head(features).softmax(-1).amax(-1).mean() < 0.4
+
+
+def test_a_classifier_that_comes_from_a_file_stays(tmp_path):
+    theirs = timm.create_model("tf_efficientnet_lite0", num_classes=10)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    ours = nets.build(
+        f"timm.tf_efficientnet_lite0(checkpoint_path='{tmp_path / 'weights.pth'}')", 10, 32
+    )
+    assert torch.equal(ours.model.classifier.weight, theirs.classifier.weight)

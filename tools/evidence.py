@@ -46,7 +46,7 @@ INTRO = """# Results
 
 Made by `python tools/evidence.py write` from `results/*.jsonl` alone; every line there is a run:
 its settings, seed, numbers, learning curve, device and time. `calmatch train` with those settings
-repeats it, `calmatch bench evidence` makes all of them.
+repeats it, `calmatch bench frozen` and `calmatch bench evidence` make all of a part.
 
 Weights are those of the last step, never chosen on test pictures. "Averaged" are the EMA of the
 same run, "last weights" what the paper evaluates. Numbers of other papers were chosen on the test

@@ -143,6 +143,7 @@ class Lane:
             momentum=parts.momentum,
             clip=run.config.clip,
             compiled=compiled,
+            apart=run.config.compile == "net",  # evaluations use the run's own as it is
         )
         self.objective = parts.objective(self.flat.net)
         self.forward: Callable[[nn.Module, Batch, Tensor], Values] = _forward

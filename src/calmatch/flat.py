@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from calmatch import ops
 
-CAST = (nn.Linear, nn.Conv2d)  # autocast computes these, weight and bias, in bfloat16
+CAST = (nn.Linear, nn.Conv2d)  # autocast computes these and layers with `cast` in bfloat16
 
 
 def lowered(net: nn.Module) -> list[str]:
@@ -21,7 +21,7 @@ def lowered(net: nn.Module) -> list[str]:
     return [
         f"{module}.{name}"
         for module, layer in net.named_modules()
-        if type(layer) in CAST and module.startswith("body.")
+        if (type(layer) in CAST or hasattr(layer, "cast")) and module.startswith("body.")
         for name, parameter in layer.named_parameters(recurse=False)
         if parameter.requires_grad
     ]
@@ -31,8 +31,9 @@ class Flat:
     """Weights, moments and averages of a run as slices of a few long tensors.
 
     `net` is the network to train with: in bfloat16 runs its matrices are a bfloat16 copy that the
-    update keeps true to the exact weights, otherwise it is the run's own. The run's parameters
-    and the optimizer's state become views, so checkpoints and evaluation see every update.
+    update keeps true to the exact weights, otherwise it is the run's own, or shares everything with
+    it where it shall be `apart`. The run's parameters and the optimizer's state become views, so
+    checkpoints and evaluation see every update.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Flat:
         momentum: float,
         clip: float,
         compiled: bool = True,
+        apart: bool = False,
     ) -> None:
         group_of = {
             id(p): place
@@ -61,7 +63,7 @@ class Flat:
         decays = [group["weight_decay"] for group in optimizer.param_groups]
         self.decay = torch.tensor([*decays, 0.0], device=device, dtype=torch.float64)
         self.step = torch.zeros((), device=device)
-        self.net = _working(net, low) if low else net
+        self.net = _working(net, low) if low or apart else net
         working = dict(self.net.named_parameters())
         averaged = dict(ema.named_parameters()) if ema is not None else {}
         self.parts = [

@@ -135,7 +135,7 @@ def body(wish: Wish, plan: Plan, alone: bool) -> Config:
     return _config(wish, plan, alone, steps, plan.hold).replace(
         ratio=plan.ratio,
         lr=plan.lr,
-        ema=plan.ema,
+        ema=min(plan.ema, max(0.95, 1 - 10 / steps)),  # the start must not weigh on the end
         warmup=min(100, steps // 20),
         precision="bf16" if pick_device(wish.device).type == "cuda" else "fp32",
         eval_every=max(1, steps // 5),

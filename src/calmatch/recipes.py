@@ -198,7 +198,7 @@ def eurosat_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
         "ema": 0.995,
         "log_every": 100,
         "eval_every": 200,
-        "compile": "net",  # which all rows share
+        "compile": "net",  # which most rows share
         "chunk": 64,  # few launches of augmentation, and memory for forty runs at once
         "checkpoint_every": 2_000,  # they take a minute: what is written is time that is lost
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import timm
@@ -29,9 +30,10 @@ class Timm(nn.Module):
                 f"timm.{name}(pretrained='FILE.safetensors'), or use pretrained=False."
             ) from error
         model: Any = self.model
-        head, kept = model.get_classifier(), classes == model.pretrained_cfg.get("num_classes")
-        if isinstance(head, nn.Linear) and not (kept and settings.get("pretrained")):
-            head.reset_parameters()  # some begin sure of random classes, and methods believe them
+        head, known = model.get_classifier(), model.pretrained_cfg.get("num_classes")
+        loaded = "checkpoint_path" in settings or (settings.get("pretrained") and classes == known)
+        if not loaded and isinstance(head, nn.Linear) and _bold(head):
+            head.reset_parameters()
         for place, layer in list(self.model.named_modules()):
             if Reaching.fits(layer):
                 self.model.set_submodule(place, Reaching(layer))
@@ -46,21 +48,29 @@ class Timm(nn.Module):
         return {f"model.{name}" for name in exempt()} if exempt else set()
 
 
+def _bold(head: nn.Linear) -> bool:
+    """Whether it begins sure of random classes, which methods that trust confidence would learn."""
+    return bool(head.weight.std() * math.sqrt(head.in_features) > 1)
+
+
 class Reaching(nn.Conv2d):
-    """A depthwise layer without the taps that lie outside the map wherever its kernel stands.
+    """A grouped layer without the taps that lie outside the map wherever its kernel stands.
 
     They meet zeros only. EfficientNet-Lite0 ends at 64 px in 5 x 5 kernels on 2 x 2 maps, and cuDNN
     launches a kernel for each of their channels, 3,456 a step; for 3 x 3 kernels it does not.
     """
 
+    cast = True  # autocast computes weight and bias in bfloat16, as it does Conv2d's
+
     def __init__(self, like: nn.Conv2d) -> None:
         size = (like.kernel_size[0], like.kernel_size[1])
-        super().__init__(like.in_channels, like.out_channels, size, groups=like.groups)
+        pad = (size[0] // 2, size[1] // 2)
+        super().__init__(like.in_channels, like.out_channels, size, padding=pad, groups=like.groups)
         self.weight, self.bias = like.weight, like.bias
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
-        """Depthwise, and its output as large as its input."""
+        """Grouped, and its output as large as its input."""
         if type(layer) is not nn.Conv2d or layer.groups == 1 or layer.padding_mode != "zeros":
             return False
         same = layer.padding == tuple((k - 1) / 2 for k in layer.kernel_size)
