@@ -174,7 +174,7 @@ def test_a_process_takes_five_runs_at_most(tiny, tmp_path, monkeypatch):
         job.folder.mkdir()
     began = []
     monkeypatch.setattr(
-        jobs, "start", lambda *some, env: (began.append(len(some)), subprocess.Popen("true"))[1]
+        jobs, "start", lambda *some, env: (began.append(len(some)), subprocess.Popen("false"))[1]
     )
     perform(todo, [Slot("card", {}, together=20)])
     assert began == [5, 1]
