@@ -116,11 +116,17 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
         parts.append(render.markdown(comparisons.beside(found._replace(groups=renamed), "")))
     parts.append(render.markdown([evidence.cost(found)]))
     for column in found.columns:
-        drawing = figures.FIGURES["convergence"].prepare(found.only(column))
+        drawing = figures.FIGURES["convergence"].prepare(_few(found.only(column)))
         name = re.sub(r"\W+", "_", f"{suite} {column}")
         picture = figures.encode(figures.drawn("convergence", drawing), ".svg")
-        parts.append(_figure(page, made, name, picture, f"Learning curves on {column}"))
+        parts.append(_figure(page, made, name, picture, f"Learning curves, {column}"))
     return parts
+
+
+def _few(found: Found) -> Found:
+    """The plain methods and fit's, as many as a picture bears."""
+    kept = [group for group in found.groups if "+" not in group.row or group.row == DEFAULT]
+    return found._replace(groups=kept)
 
 
 def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
