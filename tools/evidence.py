@@ -97,30 +97,42 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     if found.at(DEFAULT, found.columns[0]):
         parts += trust(suite, found, page, made)
     last = evidence.unaveraged(found)
-    made_tables = [evidence.details(found, column) for column in found.columns]
-    several = len(found.columns) > 1
-    grids = [tables.grid(found, metric) for metric in ("error", "ece")] if several else []
-    first, *rest = [*grids, *made_tables]
-    notes = [*first.notes, tables.seeds_note(found)]
-    parts.append(render.markdown([first._replace(notes=notes), *rest]))
-    parts.append(render.markdown(_there(comparisons.differences(found), evidence.free(found))))
-    parts.append(render.markdown(_there(comparisons.ranks(found), tables.protocols(found))))
-    parts.append(render.markdown([evidence.agreements(found)]))
+    shown = [evidence.details(found, column) for column in found.columns]
+    hidden: list[render.Table] = []
+    if len(found.columns) > 1:
+        shown, hidden = [tables.grid(found, metric) for metric in ("error", "ece")], shown
+    shown[0] = shown[0]._replace(notes=[*shown[0].notes, tables.seeds_note(found)])
+    parts.append(render.markdown(shown))
+    parts += _folded("Every quantity of each setting", hidden)
+    parts.append(render.markdown(_there(comparisons.ranks(found))))
+    parts += _folded("Paired differences", _there(comparisons.differences(found)))
+    parts += _folded("Temperatures with and without labels", [evidence.free(found)])
+    parts += _folded("Honest and leaky protocol", _there(tables.protocols(found)))
+    parts += _folded("Agreement of views", [evidence.agreements(found)])
     if last.groups:
-        parts.append(render.markdown([evidence.averaging(found)]))
-        parts.append(_last(render.markdown([evidence.details(last, c) for c in last.columns])))
-        more = _there(comparisons.differences(last), evidence.free(last))
-        parts.append(_last(render.markdown(more)))
+        parts += _folded("Averaged and last weights", [evidence.averaging(found)])
+        more = [*(evidence.details(last, c) for c in last.columns), *_there(evidence.free(last))]
+        more += _there(comparisons.differences(last))
+        parts += [_last(part) for part in _folded("The same of the last weights", more)]
     if any(published.find(g.row, evidence.as_published(g), "error", "") for g in found.groups):
         renamed = [g._replace(column=evidence.as_published(g)) for g in found.groups]
-        parts.append(render.markdown(comparisons.beside(found._replace(groups=renamed), "")))
-    parts.append(render.markdown([evidence.cost(found)]))
+        beside = comparisons.beside(found._replace(groups=renamed), "")
+        parts += _folded("Ours beside the published numbers", beside)
+    parts += _folded("Device and time", [evidence.cost(found)])
     for column in found.columns:
         drawing = figures.FIGURES["convergence"].prepare(_few(found.only(column)))
         name = re.sub(r"\W+", "_", f"{suite} {column}")
         picture = figures.encode(figures.drawn("convergence", drawing), ".svg")
         parts.append(_figure(page, made, name, picture, f"Learning curves, {column}"))
     return parts
+
+
+def _folded(title: str, some: list[render.Table]) -> list[str]:
+    """Tables that a click opens."""
+    if not some:
+        return []
+    text = render.markdown(some)
+    return [f'<details markdown="1"><summary>{title}</summary>\n\n{text}\n</details>\n']
 
 
 def _few(found: Found) -> Found:
@@ -131,9 +143,6 @@ def _few(found: Found) -> Found:
 
 def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """The bar, and what a practitioner may believe."""
-    parts = []
-    parts.append(render.markdown([evidence.bar(found, METHOD, [DEFAULT])]))
-    parts.append(render.markdown([evidence.sure(found, [METHOD, DEFAULT])]))
     shown = [(METHOD, [evidence.PLAIN], "FreeMatch, as the paper judges it")]
     shown += [(DEFAULT, evidence.CHOSEN, "what calmatch fit does")]
     with mpl.rc_context(LOOK):
@@ -141,7 +150,11 @@ def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list
         draw_trust(drawn, prepare_trust(found, shown))
     png = figures.encode(drawn, ".png")
     words = "Confidence and the share that is right"
-    return [*parts, _figure(page, made, f"trust_{suite}", png, words, "png")]
+    return [
+        _figure(page, made, f"trust_{suite}", png, words, "png"),
+        render.markdown([evidence.bar(found, METHOD, [DEFAULT])]),
+        *_folded("What sure predictions are worth", [evidence.sure(found, [METHOD, DEFAULT])]),
+    ]
 
 
 def _last(text: str) -> str:
