@@ -83,7 +83,7 @@ def _beyond_rows(column: str) -> list[Row]:
 def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
     found: dict[Path, Cell] = {}
-    for rows in (_default, _held, _headed, _held_too):
+    for rows in (_default, _held, _headed, _held_too, _beyond_rows):
         for cell in suite_of("frozen", FROZEN, rows, FIVE):
             found.setdefault(cell.folder, cell)
     return list(found.values())
