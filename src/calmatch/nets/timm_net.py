@@ -50,6 +50,8 @@ class Timm(nn.Module):
 
 def _bold(head: nn.Linear) -> bool:
     """Whether it begins sure of random classes, which methods that trust confidence would learn."""
+    if head.weight.is_meta:  # its weights come later
+        return False
     return bool(head.weight.std() * math.sqrt(head.in_features) > 1)
 
 
