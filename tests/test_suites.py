@@ -249,7 +249,7 @@ def test_the_docs_list_every_suite():
     page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
     for name, suite in suites.SUITES.items():
         said = suite.__doc__.splitlines()[0]
-        assert f"| `{name}` | {said} | {len(suites.cells(name))} |" in page
+        assert f"| `{name}` | {said} | {len(suites.cells(name)):,} |" in page
 
 
 def test_every_suite_says_what_it_is_in_a_line():

@@ -124,12 +124,13 @@ def protocols(found: Found) -> Table | None:
 def scaled(found: Found) -> Table:
     """ECE and NLL before and after temperature scaling, honest and as a bound."""
     rows = []
+    shown = [metric for metric in SCALED if any(values(group, metric) for group in found.groups)]
     for group in found.groups:
         numbers = [
             entry(list(values(group, metric).values()), QUANTITIES[metric].digits)
-            for metric in SCALED
+            for metric in shown
         ]
         rows.append([Entry(group.row), Entry(group.column), *numbers])
-    heads = ["row", "data", *map(head, SCALED)]
+    heads = ["row", "data", *map(head, shown)]
     title = f"What one temperature would do, {SPREAD}"
     return Table(title, heads, rows, [f"{SCALING} {ORACLE}"], words=2)
