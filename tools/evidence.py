@@ -137,7 +137,7 @@ def _folded(title: str, some: list[render.Table]) -> list[str]:
 
 def _few(found: Found) -> Found:
     """The plain methods and fit's, as many as a picture bears."""
-    kept = [group for group in found.groups if "+" not in group.row or group.row == DEFAULT]
+    kept = [group for group in found.groups if group.row.isalnum() or group.row == DEFAULT]
     return found._replace(groups=kept)
 
 

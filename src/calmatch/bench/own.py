@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from calmatch.bench.rows import Cell, Row, loss_rows, plain, suite_of, with_margin
+from calmatch.bench.rows import Cell, Row, loss_rows, once, plain, suite_of, with_margin
 from calmatch.data.split import FOLDS
 from calmatch.recipes import METHOD, PENALTY
 
@@ -40,13 +40,9 @@ def beyond() -> list[Cell]:
 
 def evidence() -> list[Cell]:
     """The most telling cells of these three first: what fit does, folds of its labels, others."""
-    found: dict[Path, Cell] = {}
-    for column, rows in _TELLING:
-        for cell in suite_of("evidence", [column], rows, FIVE):
-            found.setdefault(cell.folder, cell)
-    for cell in (*eurosat(), *cifar10(), *beyond()):
-        found.setdefault(cell.folder, cell._replace(suite="evidence"))
-    return list(found.values())
+    parts = [suite_of("evidence", [column], rows, FIVE) for column, rows in _TELLING]
+    rest = [cell._replace(suite="evidence") for cell in (*eurosat(), *cifar10(), *beyond())]
+    return once([*itertools.chain(*parts), *rest])
 
 
 CAP = {"penalty": PENALTY}
@@ -58,7 +54,12 @@ def _evidence_rows(column: str) -> list[Row]:
     found = [plain("supervised")]
     for method in THRESHOLDED:
         found += [plain(method), with_margin(method, column), _own(method, "cap", **CAP)]
-    return [*found, *loss_rows(column)[1:3], Row("bam", "bam")]
+    return [*found, *_rivals(column)]
+
+
+def _rivals(column: str) -> list[Row]:
+    """What else is said to keep confidence honest."""
+    return [*loss_rows(column)[1:3], Row("bam", "bam")]
 
 
 def _beyond_rows(column: str) -> list[Row]:
@@ -82,11 +83,8 @@ def _beyond_rows(column: str) -> list[Row]:
 
 def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
-    found: dict[Path, Cell] = {}
-    for rows in (_default, _held, _headed, _held_too, _beyond_rows):
-        for cell in suite_of("frozen", FROZEN, rows, FIVE):
-            found.setdefault(cell.folder, cell)
-    return list(found.values())
+    kinds = (_default, _held, _headed, _held_too, _beyond_rows)
+    return once(cell for rows in kinds for cell in suite_of("frozen", FROZEN, rows, FIVE))
 
 
 FROZEN = ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40", "cifar10_frozen_250")
@@ -147,7 +145,7 @@ def _adaptive(column: str) -> list[Row]:
 
 
 def _others(column: str) -> list[Row]:
-    return [*_with_cap("simmatch", "mixmatch"), *loss_rows(column)[1:3], Row("bam", "bam")]
+    return [*_with_cap("simmatch", "mixmatch"), *_rivals(column)]
 
 
 def _with_cap(*methods: str) -> list[Row]:

@@ -78,6 +78,14 @@ def suite_of(
     return found
 
 
+def once(cells: Iterable[Cell]) -> list[Cell]:
+    """Cells that share a run by the first of them."""
+    found: dict[Path, Cell] = {}
+    for cell in cells:
+        found.setdefault(cell.folder, cell)
+    return list(found.values())
+
+
 def plain(method: str) -> Row:
     return Row(method, method)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from calmatch import spec
 from calmatch.bench import own
@@ -13,6 +12,7 @@ from calmatch.bench.rows import (
     Cell,
     Row,
     loss_rows,
+    once,
     plain,
     seeded,
     suite_of,
@@ -106,10 +106,7 @@ def digits() -> list[Cell]:
 def paper() -> list[Cell]:
     """All of the paper's experiments; what several tables share is run once."""
     parts = (main, supplement, simmatch, bam, where, losses, longtail)
-    found: dict[Path, Cell] = {}
-    for cell in (cell for part in parts for cell in part()):
-        found.setdefault(cell.folder, cell)
-    return list(found.values())
+    return once(cell for part in parts for cell in part())
 
 
 SUITES: Mapping[str, Callable[[], list[Cell]]] = {
