@@ -291,7 +291,6 @@ def _plan(**changes: Any) -> plan.Plan:
         "weak": "crop(1)",
         "strong": "crop(2)|cutout(0.5)",
         "hold": 0.0,
-        "holdout": False,
         "most": 0,
     }
     return plan.Plan(**settings | changes)
@@ -309,9 +308,58 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     ]
     frozen.labels = shuffled
     split = frozen.base.split
-    found = judge.crossfit(frozen, config, split, set(split.labelled))
+    found = judge.crossfit(frozen, config, split)
     assert sorted(found.rows) == sorted(split.labelled)
     assert (found.log_probs.argmax(1) != found.labels).double().mean() > 0.4
+
+
+def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(tmp_path):
+    """Wrong labels must not be learned and then counted as right; the model itself sees all."""
+    root = blobs(tmp_path / "pics", each=6, spare=30)
+    names = sorted(path for path in root.rglob("*.png") if path.parent.name != "unlabelled")
+    kinds = [f"kind {k % 3}" for k in range(len(names))]  # no picture says its label
+    table = tmp_path / "labels.csv"
+    lines = [f"{path.relative_to(root)},{kind}" for path, kind in zip(names, kinds, strict=True)]
+    table.write_text("\n".join(["file,label", *lines]))
+    run = fit.fit(wish(root, labels=table, steps=60), tmp_path / "run", quiet=True)
+    with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
+        assert sorted(held["files"].tolist()) == [str(path.relative_to(root)) for path in names]
+        assert (held["raw_log_probs"].argmax(1) != held["labels"]).mean() > 0.4
+    assert run.result["judged_on"] == "crossfit"
+    assert run.config.fold == 0
+    assert run.config.dataset.count("hold=0.0") == 1
+    assert run.result["pictures"]["labelled"] == len(names)
+
+
+@pytest.mark.parametrize(
+    ("each", "device", "frozen", "whole"),
+    [
+        (2, "cuda", None, False),  # two labels a class mislead a whole network
+        (3, "cuda", None, True),
+        (2, "cuda", False, True),
+        (3, "cpu", None, False),
+        (3, "cpu", False, True),
+    ],
+)
+def test_a_pretrained_network_learns_whole_on_a_card_with_labels_enough(
+    tmp_path, monkeypatch, each, device, frozen, whole
+):
+    images, found = pictures.decoded(pictures.read(blobs(tmp_path / "pics", each=each)), 16)
+    monkeypatch.setattr(plan, "pick_device", lambda _: torch.device(device))
+    monkeypatch.setattr(plan, "network", lambda *_: ("tiny", True, []))
+    monkeypatch.setattr(plan, "_of_head", lambda wish, plan, *_: plan)
+    asked = wish(tmp_path / "pics", frozen=frozen)
+    assert plan.choose(asked, found, images, 64, 16).whole == whole
+
+
+def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):
+    root = blobs(tmp_path / "pics")
+    asked = wish(root)
+    (tmp_path / "run").mkdir()
+    held = {"wish": asked.dump(), "plan": {"notes": [], "holdout": False}}
+    (tmp_path / "run" / "fit.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="Another version planned"):
+        fit.fit(asked, tmp_path / "run", quiet=True)
 
 
 def test_fewer_folds_need_labels_that_insist_more_to_move_the_temperature():

@@ -402,3 +402,41 @@ def test_a_method_from_outside_trains_by_its_dotted_name(tmp_path):
     found = subprocess.run(command, cwd=tmp_path, env=ALONE, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "outside.mine.Mine" in (tmp_path / "run" / "result.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "expected"),
+    [
+        ("freematch", 2_000, "freematch(momentum=0.975)"),
+        ("softmatch(sigmas=3)", 1_000, "softmatch(sigmas=3, momentum=0.95)"),
+        ("adamatch", 30, "adamatch(momentum=0.9)"),  # never less than ten batches
+        ("freematch", 50_000, "freematch"),  # published schedules keep the published memory
+        ("freematch(momentum=0.999)", 500, "freematch(momentum=0.999)"),  # who asks gets it
+        ("fixmatch", 500, "fixmatch"),
+        ("simmatch", 500, "simmatch"),
+    ],
+)
+def test_a_short_run_has_a_short_memory(text, steps, expected):
+    assert methods.paced(text, steps) == expected
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_only_recipes_of_short_runs_change_a_published_memory(name):
+    config = recipes.RECIPES[name]("freematch")
+    lite = config.net == "efficientnet_lite0"
+    assert ("momentum" in config.method) == lite, config.method
+
+
+def test_a_short_run_of_freematch_stops_believing_every_guess():
+    """With the published memory the threshold of a run of 500 steps is still low at its end."""
+    task = Task(10, 40, 100, 8, 500, (4,) * 10)
+    confidence = {}
+    for text in ("freematch", methods.paced("freematch", 500)):
+        method = methods.build(text, task)
+        p = torch.full((64, 10), 0.02)
+        p[:, 0] = 0.82
+        for _ in range(100):
+            _, state = method.select(p, None)
+            method.commit(state)
+        confidence[text] = float(method.get_buffer("overall"))
+    assert list(confidence.values()) == pytest.approx([0.169, 0.82], abs=0.01)

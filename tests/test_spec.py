@@ -16,6 +16,13 @@ def test_a_spec_is_a_name_with_literal_arguments():
     )
 
 
+@pytest.mark.parametrize(
+    "text", ["a", "a.b(1, 'x', k=[1.5, None])", "margin(m='labels')", "f(-2, hard=False)"]
+)
+def test_a_written_spec_is_parsed_to_itself(text):
+    assert spec.write(spec.parse(text)) == text
+
+
 def test_specs_chain_with_bars_and_add_with_plus():
     assert [s.name for s in spec.chain("flip|crop(4)|cutout(0.5)")] == ["flip", "crop", "cutout"]
     assert [s.name for s in spec.added("cross_entropy + margin(m=-8)")] == [

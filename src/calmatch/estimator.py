@@ -135,8 +135,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
             alone = config.replace(method="supervised", penalty="")
             tried = [
-                (judge.crossfit(frozen, one, split, set(split.labelled)), one)
-                for one in dict.fromkeys((config, alone))
+                (judge.crossfit(frozen, one, split), one) for one in dict.fromkeys((config, alone))
             ]
             self.judged_, config = min(tried, key=lambda pair: judge.score(pair[0]))
             known = self.judged_

@@ -91,7 +91,7 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
     log.tell(opening(found, side), quiet)
     stage(2)
     if before:
-        plan = Plan(**{**before["plan"], "notes": tuple(before["plan"]["notes"])})
+        plan = _again(folder, before["plan"])
     else:
         plan = plans.choose(wish, found, images, side, size)
         _save(folder, wish, plan)
@@ -105,6 +105,9 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
             best = min(tried, key=lambda one: judge.score(one.judged))
             _compare(tried, best, quiet)
             stage(5)
+            trained = folder / "work" / best.name / "all"  # on all labels
+            if not best.config.frozen:
+                shutil.copytree(trained, folder, dirs_exist_ok=True)
             with log.hush():
                 trainer.train(best.config, folder, quiet=quiet)
             break
@@ -114,6 +117,13 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
         plan = _smaller(wish, plan, folder, quiet)  # the error, which held tensors, is gone
     stage(6)
     return outcome.write(wish, plan, folder, found, images, best, tried, quiet)
+
+
+def _again(folder: Path, held: Mapping[str, Any]) -> Plan:
+    try:
+        return Plan(**{**held, "notes": tuple(held["notes"])})
+    except TypeError as error:
+        raise ValueError(f"Another version planned {folder}; choose another --out.") from error
 
 
 def _both(wish: Wish) -> tuple[bool, ...]:
@@ -159,9 +169,7 @@ def started(net: str, source: Path, target: Path) -> str:
         checkpoint.write(target, safetensors.torch.save(plain))
     item = spec.parse(net)
     settings = {**item.kwargs, "pretrained": str(target.resolve())}
-    words = [repr(value) for value in item.args]
-    words += [f"{key}={value!r}" for key, value in settings.items()]
-    return f"{item.name}({', '.join(words)})"
+    return spec.write(item._replace(kwargs=settings))
 
 
 def _save(folder: Path, wish: Wish, plan: Plan) -> None:
@@ -195,22 +203,37 @@ def _candidate(
     quiet: bool,
     alone: bool,
 ) -> Candidate:
-    """Train the network if it learns, and judge heads on its features."""
-    net = plan.net
+    """Train the network if it learns, and judge it, or heads on its features."""
+    net, name = plan.net, "alone" if alone else "both"
+    under = folder / "work" / name
     stage(3)
     log.tell("  on the labels alone" if alone else "  on labelled and unlabelled pictures", quiet)
     if plan.whole:
-        under = folder / "work" / ("alone" if alone else "both")
+        body = plans.body(wish, plan, alone)
+        if not plan.hold:
+            with log.hush():
+                judged = judge.sisters(body, under, _known(found), quiet=quiet)
+            return Candidate(name, body, _named(judged, wish, plan, found))
         with log.hush():
-            trainer.train(plans.body(wish, plan, alone), under, quiet=quiet)
+            trainer.train(body, under, quiet=quiet)
         bare = read_note(under / "model.json")["net"]
         net = started(bare, under / "model.safetensors", under / "start.safetensors")
     width = nets.feature_size(nets.build(net, len(found.classes), plan.size), plan.size)
     config = plans.head(wish, plan, alone, net, width)
     frozen = heads.freeze(config, prepare(config), quiet)
     stage(4)
-    judged = (_holdout if plan.holdout else _crossfit)(wish, plan, found, config, frozen, quiet)
-    return Candidate("alone" if alone else "both", config, judged)
+    judged = (_holdout if plan.hold else _crossfit)(wish, plan, found, config, frozen, quiet)
+    return Candidate(name, config, judged)
+
+
+def _known(found: pictures.Pictures) -> list[int]:
+    return [label for label in found.labels if label >= 0]
+
+
+def _named(judged: judge.Judged, wish: Wish, plan: Plan, found: pictures.Pictures) -> judge.Judged:
+    """Rows of the dataset as rows of the pictures."""
+    rows = pictures.arranged(found, 0.0, plan.most, wish.seed).train
+    return judged._replace(rows=[rows[row] for row in judged.rows])
 
 
 def _holdout(
@@ -245,19 +268,13 @@ def _crossfit(
     frozen: heads.Frozen,
     quiet: bool,
 ) -> judge.Judged:
-    """Out-of-fold predictions of the labels that the network behind the features has not seen."""
-    split = frozen.base.split
-    rows = pictures.arranged(found, 0.0, plan.most, wish.seed).train
-    unseen = set(split.labelled)
-    if plan.whole:
-        held = set(pictures.arranged(found, plan.hold, plan.most, wish.seed).held)
-        unseen = {row for row in split.labelled if rows[row] in held}
+    """Out-of-fold predictions of all labels but a class's only one."""
 
     def told(number: int, log_probs: Tensor, labels: Tensor) -> None:
         log.tell(f"  part {number}: {told_so_far(log_probs, labels)}", quiet)
 
-    judged = judge.crossfit(frozen, config, split, unseen, told)
-    return judged._replace(rows=[rows[row] for row in judged.rows])
+    judged = judge.crossfit(frozen, config, frozen.base.split, told)
+    return _named(judged, wish, plan, found)
 
 
 def _compare(tried: list[Candidate], best: Candidate, quiet: bool) -> None:

@@ -1,17 +1,20 @@
-"""How good it is, from few labels: heads refitted out of fold, calibration, promises."""
+"""How good it is, from few labels: sisters that have not seen them, calibration, promises."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
 from calmatch import evaluate, metrics, posthoc, trainer
 from calmatch.config import Config
-from calmatch.data.split import Split, folds
+from calmatch.data.split import Split, folds, without
 from calmatch.heads import Frozen, Rows
 
 Told = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
@@ -30,9 +33,7 @@ class Judged(NamedTuple):
         return self.folds > 0
 
 
-def crossfit(
-    frozen: Frozen, config: Config, split: Split, unseen: set[int], told: Told | None = None
-) -> Judged:
+def crossfit(frozen: Frozen, config: Config, split: Split, told: Told | None = None) -> Judged:
     """Refit the head without each fold of labels and predict that fold.
 
     A fold's pictures serve neither as labelled nor as unlabelled ones while it is held out.
@@ -41,40 +42,60 @@ def crossfit(
         frozen: features, and who makes parts of a run from them.
         config: of the head's training.
         split: all labelled and unlabelled rows.
-        unseen: rows whose labels the network behind the features has not seen.
         told: is shown the predictions after each fold.
     """
     own = frozen.labels[torch.tensor(split.labelled)].tolist()
     log_probs: list[Tensor] = []
     rows: list[int] = []
     cheap = config.replace(compile=False)
-    parted = folds(own, config.seed)
-    for number, fold in enumerate(parted, start=1):
-        held = {split.labelled[place] for place in fold}
-        judged = sorted(held & unseen)
-        if judged:
-            rest = Split(
-                [row for row in split.labelled if row not in held],
-                [row for row in split.unlabelled if row not in held],
-                [],
+    number = parted(own, config.seed)
+    for fold in range(1, number + 1):
+        rest = without(split, own, fold, config.seed)
+        parts = frozen.parts(rest._replace(validation=[]), cheap)
+        trainer.learn(cheap, parts)
+        pictures = Rows(frozen.store, torch.tensor(rest.validation))
+        log_probs.append(
+            evaluate.predict(
+                parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
             )
-            parts = frozen.parts(rest, cheap)
-            trainer.learn(cheap, parts)
-            pictures = Rows(frozen.store, torch.tensor(judged))
-            log_probs.append(
-                evaluate.predict(
-                    parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
-                )
-            )
-            rows += judged
-        if told is not None and rows:
-            told(number, torch.cat(log_probs), frozen.labels[torch.tensor(rows)])
-    if not rows:
-        raise ValueError(
-            "No label can be left out to judge by: every class has one label. Label at least "
-            "two pictures of each class."
         )
-    return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, len(parted))
+        rows += rest.validation
+        if told is not None:
+            told(fold, torch.cat(log_probs), frozen.labels[torch.tensor(rows)])
+    return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, number)
+
+
+def sisters(config: Config, under: Path, labels: Sequence[int], *, quiet: bool) -> Judged:
+    """Train a run into `under/all`, then one without each fold of labels, which predicts it.
+
+    Args:
+        config: of the run.
+        under: where the runs go.
+        labels: class ids of the labelled pictures.
+        quiet: no progress bars and no lines.
+    """
+    number = parted(labels, config.split_seed)
+    trainer.train(config, under / "all", quiet=quiet)
+    settings = [config.replace(fold=fold) for fold in range(1, number + 1)]
+    outs = [under / f"fold{one.fold}" for one in settings]
+    log_probs, truth = [], []
+    rows: list[int] = []
+    for run in trainer.together(settings, outs, quiet=quiet):
+        with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
+            log_probs.append(torch.from_numpy(held["held_log_probs"]))
+            truth.append(torch.from_numpy(held["held_labels"]))
+        rows += json.loads((run.folder / "split.json").read_text("utf-8"))["validation"]
+    return Judged(torch.cat(log_probs), torch.cat(truth), rows, number)
+
+
+def parted(labels: Sequence[int], seed: int) -> int:
+    """The number of folds the labels make; none is a mistake that says what to do."""
+    if number := len(folds(labels, seed)):
+        return number
+    raise ValueError(
+        "No label can be left out to judge by: every class has one label. Label at least "
+        "two pictures of each class."
+    )
 
 
 def temperature(log_probs: Tensor, labels: Tensor, folds: int = 0) -> posthoc.Scaling:

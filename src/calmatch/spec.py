@@ -41,6 +41,16 @@ def parse(text: str) -> Spec:
     return parts[0]
 
 
+def write(item: Spec) -> str:
+    """The text that is parsed to this component.
+
+    >>> write(Spec("margin", (8,), {"where": "all"}))
+    "margin(8, where='all')"
+    """
+    words = [*map(repr, item.args), *(f"{key}={value!r}" for key, value in item.kwargs.items())]
+    return f"{item.name}({', '.join(words)})" if words else item.name
+
+
 def chain(text: str) -> list[Spec]:
     """Components joined by `|`, as transforms are."""
     return _split(text, ast.BitOr)

@@ -83,7 +83,7 @@ def _beyond_rows(column: str) -> list[Row]:
 
 def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
-    kinds = (_default, _held, _headed, _held_too, _beyond_rows)
+    kinds = (_default, _held, _headed, _held_too, _beyond_rows, _slow)
     return once(cell for rows in kinds for cell in suite_of("frozen", FROZEN, rows, FIVE))
 
 
@@ -118,6 +118,13 @@ def _folds(column: str, rows: Sequence[Row]) -> list[Row]:
         for row in rows
         for k in range(1, min(FOLDS, int(column.rpartition("_")[2]) // 10) + 1)
     ]
+
+
+def _slow(column: str) -> list[Row]:
+    """The bar with the published memory, which in a short run believes every guess."""
+    source, method = "what `methods.paced` changes (docs/log.md)", f"{METHOD}(momentum=0.999)"
+    cap = f"{METHOD} + cap, memory 0.999"
+    return [Row(f"{METHOD}, memory 0.999", method, {}, source), Row(cap, method, CAP, source)]
 
 
 def _fixed(column: str) -> list[Row]:
@@ -157,13 +164,21 @@ def _milder(column: str) -> list[Row]:
     return [row for row in _beyond_rows(column) if row.name.startswith("freematch, ")]
 
 
+def _mixed(column: str) -> list[Row]:
+    """Mixup of strong views, without and with a margin: what a frozen network likes best."""
+    return [row for row in _beyond_rows(column) if "mixup" in row.name]
+
+
 _TELLING: Sequence[tuple[str, Callable[[str], list[Row]]]] = (
     ("eurosat_pack_40", _default),
     ("eurosat_pack_20", _default),
     ("eurosat_pack_40", _compared),
     ("eurosat_pack_20", _compared),
     ("eurosat_pack_40", _fixed),
+    ("eurosat_pack_40", _mixed),
+    ("eurosat_pack_20", _mixed),
     ("cifar10_pack_40", _default),
+    ("cifar10_pack_40", _mixed),
     ("cifar10_pack_40", _compared),
     ("cifar10_pack_40", _fixed),
     ("eurosat_pack_40", _adaptive),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 from calmatch import spec
@@ -68,3 +69,20 @@ def build(text: str, task: Task) -> Method:
     if any(True for _ in method.parameters()):
         raise spec.SpecError(f"{text!r} owns parameters; a method returns them from heads().")
     return method
+
+
+def paced(text: str, steps: int) -> str:
+    """The spec of a method whose moving averages remember at most a fiftieth of the run.
+
+    The published 0.999 is made for hundreds of thousands of steps. In 2,000 a threshold that begins
+    near zero rises too late, and every guess is believed (docs/log.md).
+
+    >>> paced("freematch", 2000)
+    'freematch(momentum=0.975)'
+    """
+    item = spec.parse(text)
+    own = inspect.signature(find(text)).parameters.get("momentum")
+    memory = round(max(0.9, 1 - 50 / steps), 6)
+    if own is None or item.args or "momentum" in item.kwargs or memory >= own.default:
+        return text
+    return spec.write(item._replace(kwargs={**item.kwargs, "momentum": memory}))
