@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import random
@@ -291,6 +292,7 @@ def _plan(**changes: Any) -> plan.Plan:
         "weak": "crop(1)",
         "strong": "crop(2)|cutout(0.5)",
         "hold": 0.0,
+        "holdout": False,
         "most": 0,
     }
     return plan.Plan(**settings | changes)
@@ -313,8 +315,16 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     assert (found.log_probs.argmax(1) != found.labels).double().mean() > 0.4
 
 
-def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(tmp_path):
+def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(
+    tmp_path, monkeypatch
+):
     """Wrong labels must not be learned and then counted as right; the model itself sees all."""
+    choose = plan.choose
+
+    def on_a_card(*given: Any) -> plan.Plan:
+        return dataclasses.replace(choose(*given), hold=0.0)
+
+    monkeypatch.setattr(plan, "choose", on_a_card)
     root = blobs(tmp_path / "pics", each=6, spare=30)
     names = sorted(path for path in root.rglob("*.png") if path.parent.name != "unlabelled")
     kinds = [f"kind {k % 3}" for k in range(len(names))]  # no picture says its label
@@ -337,6 +347,7 @@ def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(tm
         (2, "cuda", None, False),  # two labels a class mislead a whole network
         (3, "cuda", None, True),
         (2, "cuda", False, True),
+        (3, "cuda", True, False),
         (3, "cpu", None, False),
         (3, "cpu", False, True),
     ],
@@ -349,14 +360,16 @@ def test_a_pretrained_network_learns_whole_on_a_card_with_labels_enough(
     monkeypatch.setattr(plan, "network", lambda *_: ("tiny", True, []))
     monkeypatch.setattr(plan, "_of_head", lambda wish, plan, *_: plan)
     asked = wish(tmp_path / "pics", frozen=frozen)
-    assert plan.choose(asked, found, images, 64, 16).whole == whole
+    made = plan.choose(asked, found, images, 64, 16)
+    assert made.whole == whole
+    assert made.hold == (0.5 if whole and device == "cpu" else 0.0)  # 0: sisters judge, or heads
 
 
 def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):
     root = blobs(tmp_path / "pics")
     asked = wish(root)
     (tmp_path / "run").mkdir()
-    held = {"wish": asked.dump(), "plan": {"notes": [], "holdout": False}}
+    held = {"wish": asked.dump(), "plan": {"notes": [], "gone": False}}
     (tmp_path / "run" / "fit.json").write_text(json.dumps(held))
     with pytest.raises(ValueError, match="Another version planned"):
         fit.fit(asked, tmp_path / "run", quiet=True)

@@ -222,7 +222,7 @@ def _candidate(
     config = plans.head(wish, plan, alone, net, width)
     frozen = heads.freeze(config, prepare(config), quiet)
     stage(4)
-    judged = (_holdout if plan.hold else _crossfit)(wish, plan, found, config, frozen, quiet)
+    judged = (_holdout if plan.holdout else _crossfit)(wish, plan, found, config, frozen, quiet)
     return Candidate(name, config, judged)
 
 
@@ -268,12 +268,17 @@ def _crossfit(
     frozen: heads.Frozen,
     quiet: bool,
 ) -> judge.Judged:
-    """Out-of-fold predictions of all labels but a class's only one."""
+    """Out-of-fold predictions of the labels that the network behind the features has not seen."""
+    split, unseen = frozen.base.split, None
+    if plan.whole:
+        rows = pictures.arranged(found, 0.0, plan.most, wish.seed).train
+        held = set(pictures.arranged(found, plan.hold, plan.most, wish.seed).held)
+        unseen = {row for row in split.labelled if rows[row] in held}
 
     def told(number: int, log_probs: Tensor, labels: Tensor) -> None:
         log.tell(f"  part {number}: {told_so_far(log_probs, labels)}", quiet)
 
-    judged = judge.crossfit(frozen, config, frozen.base.split, told)
+    judged = judge.crossfit(frozen, config, split, told, unseen)
     return _named(judged, wish, plan, found)
 
 

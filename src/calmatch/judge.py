@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,13 @@ class Judged(NamedTuple):
         return self.folds > 0
 
 
-def crossfit(frozen: Frozen, config: Config, split: Split, told: Told | None = None) -> Judged:
+def crossfit(
+    frozen: Frozen,
+    config: Config,
+    split: Split,
+    told: Told | None = None,
+    unseen: Collection[int] | None = None,
+) -> Judged:
     """Refit the head without each fold of labels and predict that fold.
 
     A fold's pictures serve neither as labelled nor as unlabelled ones while it is held out.
@@ -43,6 +49,7 @@ def crossfit(frozen: Frozen, config: Config, split: Split, told: Told | None = N
         config: of the head's training.
         split: all labelled and unlabelled rows.
         told: is shown the predictions after each fold.
+        unseen: rows whose labels the network behind the features has not seen, if not all.
     """
     own = frozen.labels[torch.tensor(split.labelled)].tolist()
     log_probs: list[Tensor] = []
@@ -51,15 +58,18 @@ def crossfit(frozen: Frozen, config: Config, split: Split, told: Told | None = N
     number = parted(own, config.seed)
     for fold in range(1, number + 1):
         rest = without(split, own, fold, config.seed)
+        held = [row for row in rest.validation if unseen is None or row in unseen]
+        if not held:
+            continue
         parts = frozen.parts(rest._replace(validation=[]), cheap)
         trainer.learn(cheap, parts)
-        pictures = Rows(frozen.store, torch.tensor(rest.validation))
+        pictures = Rows(frozen.store, torch.tensor(held))
         log_probs.append(
             evaluate.predict(
                 parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
             )
         )
-        rows += rest.validation
+        rows += held
         if told is not None:
             told(fold, torch.cat(log_probs), frozen.labels[torch.tensor(rows)])
     return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, number)

@@ -112,7 +112,8 @@ def _result(
     result: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
     kind = "crossfit" if best.judged.crossfit else "holdout"
     notes = {
-        "crossfit": "Each judged label was predicted by a sister model that had not seen it.",
+        "crossfit": "Each judged label was predicted by a sister model that had not seen it"
+        + (", on features of a network that had not seen it either." if plan.hold else "."),
         "holdout": "The judged labels were held out: the model has not seen them.",
     }
     result |= {

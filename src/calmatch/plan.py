@@ -77,7 +77,8 @@ class Plan:
     ema: float
     weak: str
     strong: str
-    hold: float  # share of each class's labels that judge and are never learned from; 0: folds do
+    hold: float  # share of each class's labels that the whole network does not see
+    holdout: bool  # the head does not see them either
     most: int  # unlabelled pictures used; 0: all
     notes: tuple[str, ...] = ()
 
@@ -96,13 +97,13 @@ def check_wish(wish: Wish) -> None:
     check(Config(penalty=wish.penalty, steps=wish.steps or 1, batch=wish.batch or 1))
 
 
-def dataset(wish: Wish, plan: Plan) -> str:
+def dataset(wish: Wish, plan: Plan, hold: float) -> str:
     """The spec of the pictures."""
     arguments: dict[str, Any] = {
         "root": str(wish.pictures.resolve()),
         "labels": str(wish.labels.resolve()) if wish.labels else "",
         "size": plan.size,
-        "hold": plan.hold,
+        "hold": hold,
         "most": plan.most,
         "seed": wish.seed,
         "imagenet": plan.imagenet,
@@ -111,10 +112,10 @@ def dataset(wish: Wish, plan: Plan) -> str:
     return f"pictures({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def _config(wish: Wish, plan: Plan, alone: bool, steps: int) -> Config:
+def _config(wish: Wish, plan: Plan, alone: bool, steps: int, hold: float) -> Config:
     semi = bool(methods.find(wish.method).u_views) and not alone
     return Config(
-        dataset=dataset(wish, plan),
+        dataset=dataset(wish, plan, hold),
         labels=0,
         method="supervised" if alone else methods.paced(wish.method, steps),
         penalty=wish.penalty if semi else "",
@@ -132,7 +133,7 @@ def _config(wish: Wish, plan: Plan, alone: bool, steps: int) -> Config:
 def body(wish: Wish, plan: Plan, alone: bool) -> Config:
     """The run in which the whole network learns, on all pictures or on the labels alone."""
     steps = plan.alone_steps if alone else plan.steps
-    return _config(wish, plan, alone, steps).replace(
+    return _config(wish, plan, alone, steps, plan.hold).replace(
         ratio=plan.ratio,
         lr=plan.lr,
         ema=min(plan.ema, max(0.95, 1 - 10 / steps)),  # the start must not weigh on the end
@@ -144,7 +145,8 @@ def body(wish: Wish, plan: Plan, alone: bool) -> Config:
 
 def head(wish: Wish, plan: Plan, alone: bool, net: str, features: int) -> Config:
     """The run in which the last layer learns, on features of the network as it is then."""
-    return _config(wish, plan, alone, plan.head_steps).replace(
+    hold = plan.hold if plan.holdout else 0.0
+    return _config(wish, plan, alone, plan.head_steps, hold).replace(
         net=net,
         frozen=plan.views,
         ratio=7,
@@ -179,7 +181,9 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
     weak, strong, said = views(wish, size, grey(images))
     labels = len(found.labels) - found.labels.count(-1)
     many = labels >= HOLD and min(found.counts) >= 5
-    hold = (0.2 if whole and many else 0.0) if wish.hold is None else wish.hold
+    # a card trains the sisters that judge a whole network side by side; a CPU has no time for them
+    few_hold = 0.5 if device.type == "cpu" else 0.0
+    hold = (0.2 if many else few_hold) if wish.hold is None else wish.hold
     plan = Plan(
         net=net,
         size=size,
@@ -195,7 +199,8 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
         ema=0.999 if ready and device.type == "cuda" else 0.95,
         weak=weak,
         strong=strong,
-        hold=hold,
+        hold=hold if whole or wish.hold is not None else 0.0,
+        holdout=(whole and many) or wish.hold is not None,
         most=0,
         notes=(*notes, *said),
     )

@@ -11,8 +11,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of two, and both
-# Okabe and Ito's palette, darkest first; yellow is too light for lines on white
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
+# Okabe and Ito's palette, darkest first, yellow (too light on white) last as brown
+PALETTE = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#e69f00",
+    "#000000",
+    "#999999",
+    "#7a4a00",
+)
 DASHES: Sequence[Any] = ("--", "-", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 LOOK: dict[Any, Any] = {
     "font.size": 8,
