@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch import data, fit, heads, judge, log, model, plan, posthoc, trainer
+from calmatch import checkpoint, data, fit, heads, judge, log, model, plan, posthoc, trainer
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -315,16 +315,72 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     assert (found.log_probs.argmax(1) != found.labels).double().mean() > 0.4
 
 
+def _card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as on a card, where sisters judge."""
+    choose = plan.choose
+
+    def chosen(*given: Any) -> plan.Plan:
+        return dataclasses.replace(choose(*given), hold=0.0)
+
+    monkeypatch.setattr(plan, "choose", chosen)
+
+
+@pytest.mark.parametrize("place", ["copy", "result", "together"])
+def test_a_fit_judged_by_sisters_continues_where_it_was_cut(tmp_path, monkeypatch, place):
+    _card(monkeypatch)
+    asked = wish(blobs(tmp_path / "pics", each=2, spare=12), steps=4)
+    whole = fit.fit(asked, tmp_path / "whole", quiet=True)
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise trainer.Stopped(15)
+
+    def half(path: Path, *content: Any) -> None:
+        if path == tmp_path / "cut" / "result.json":
+            cut()
+        write(path, *content)
+
+    write = checkpoint.write
+    with monkeypatch.context() as patch:
+        if place == "copy":
+            patch.setattr(fit.shutil, "copytree", cut)
+        elif place == "result":
+            patch.setattr(checkpoint, "write", half)
+        else:
+            patch.setattr(trainer, "together", _once(trainer.together, cut))
+        with pytest.raises(trainer.Stopped):
+            fit.fit(asked, tmp_path / "cut", quiet=True)
+    done = fit.fit(asked, tmp_path / "cut", quiet=True)
+    assert done.result["metrics"] == whole.result["metrics"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert weights[0] == weights[1]
+
+
+def _once(real: Any, other: Any) -> Any:
+    """`real` for a run alone, `other` for several."""
+    return lambda settings, *rest, **named: (real if len(settings) == 1 else other)(
+        settings, *rest, **named
+    )
+
+
+def test_sisters_that_do_not_fit_side_by_side_are_trained_in_turn(tmp_path, monkeypatch):
+    _card(monkeypatch)
+    asked = wish(blobs(tmp_path / "pics", each=2, spare=12), steps=4)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer, "together", _once(trainer.together, full))
+    run = fit.fit(asked, tmp_path / "run", quiet=True)
+    held = json.loads((run.folder / "fit.json").read_text())["plan"]
+    assert held["batch"] == run.config.batch  # not halved
+    assert len(list((run.folder / "work" / "both").iterdir())) == 3
+
+
 def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(
     tmp_path, monkeypatch
 ):
     """Wrong labels must not be learned and then counted as right; the model itself sees all."""
-    choose = plan.choose
-
-    def on_a_card(*given: Any) -> plan.Plan:
-        return dataclasses.replace(choose(*given), hold=0.0)
-
-    monkeypatch.setattr(plan, "choose", on_a_card)
+    _card(monkeypatch)
     root = blobs(tmp_path / "pics", each=6, spare=30)
     names = sorted(path for path in root.rglob("*.png") if path.parent.name != "unlabelled")
     kinds = [f"kind {k % 3}" for k in range(len(names))]  # no picture says its label
@@ -342,27 +398,31 @@ def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(
 
 
 @pytest.mark.parametrize(
-    ("each", "device", "frozen", "whole"),
+    ("each", "device", "method", "frozen", "whole"),
     [
-        (2, "cuda", None, False),  # two labels a class mislead a whole network
-        (3, "cuda", None, True),
-        (2, "cuda", False, True),
-        (3, "cuda", True, False),
-        (3, "cpu", None, False),
-        (3, "cpu", False, True),
+        (2, "cuda", "freematch", None, False),  # two labels a class mislead a whole network
+        (3, "cuda", "freematch", None, True),
+        (2, "cuda", "simmatch", None, True),  # whose layers a frozen network could not train
+        (2, "cuda", "freematch", False, True),
+        (3, "cuda", "freematch", True, False),
+        (3, "mps", "freematch", None, True),
+        (3, "cpu", "freematch", None, False),
+        (3, "cpu", "freematch", False, True),
     ],
 )
 def test_a_pretrained_network_learns_whole_on_a_card_with_labels_enough(
-    tmp_path, monkeypatch, each, device, frozen, whole
+    tmp_path, monkeypatch, each, device, method, frozen, whole
 ):
     images, found = pictures.decoded(pictures.read(blobs(tmp_path / "pics", each=each)), 16)
     monkeypatch.setattr(plan, "pick_device", lambda _: torch.device(device))
     monkeypatch.setattr(plan, "network", lambda *_: ("tiny", True, []))
     monkeypatch.setattr(plan, "_of_head", lambda wish, plan, *_: plan)
-    asked = wish(tmp_path / "pics", frozen=frozen)
+    asked = wish(tmp_path / "pics", frozen=frozen, method=method)
     made = plan.choose(asked, found, images, 64, 16)
     assert made.whole == whole
-    assert made.hold == (0.5 if whole and device == "cpu" else 0.0)  # 0: sisters judge, or heads
+    assert made.hold == (0.5 if whole and device != "cuda" else 0.0)  # 0: sisters judge, or heads
+    if whole and device == "cuda":
+        assert made.batch == 3 * each - 3  # what every sister has
 
 
 def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):

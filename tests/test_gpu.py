@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import augment, evaluate, guard, results, train, trainer
+from calmatch import augment, evaluate, fit, guard, log, plan, results, train, trainer
 from calmatch.augment import randaugment
 from calmatch.capture import Captured
 from calmatch.environment import deterministic
@@ -14,6 +14,7 @@ from calmatch.methods.fixmatch import FixMatch
 from calmatch.setup import prepare
 from conftest import ALL_METHODS
 from test_augment import BATCH, PHOTOS, assert_pillows, pillow
+from test_fit import blobs
 from test_guard import LR, steep
 
 pytestmark = pytest.mark.gpu
@@ -284,3 +285,23 @@ def test_a_captured_rollback_learns_more_slowly_and_ends_well(tiny, tmp_path):
     back = run.lines("rollback")
     assert 1 <= len(back) <= guard.MOST
     assert run.lines()[-1]["lr"] == pytest.approx(LR * back[-1]["rate"])
+
+
+def test_a_whole_network_of_few_labels_is_judged_by_sisters_side_by_side(tmp_path, monkeypatch):
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
+    root = blobs(tmp_path / "pics", each=4, spare=60)
+    (root / "kind 0" / "0-3.png").unlink()  # folds of different sizes
+    asked = plan.Wish(root, net="tiny", steps=60, size=16, device="cuda")
+    said: list[str] = []
+    monkeypatch.setattr(log, "tell", lambda line, *_: said.append(line))
+    run = fit.fit(asked, tmp_path / "run", quiet=True)
+    assert not [line for line in said if "captured" in line]  # none fell back to eager steps
+    assert run.result["judged_on"] == "crossfit"
+    assert run.result["pictures"]["labelled"] == run.result["pictures"]["test"] == 11
+    assert sorted(path.name for path in (run.folder / "work" / "both").iterdir()) == [
+        "all",
+        "fold1",
+        "fold2",
+        "fold3",
+        "fold4",
+    ]

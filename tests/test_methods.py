@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
-from calmatch import checkpoint, losses, methods, recipes, train, trainer
+from calmatch import checkpoint, cli, losses, methods, recipes, train, trainer
 from calmatch.core import Batch, Method, Objective, Plan, Task, frozen
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.setup import prepare
@@ -425,6 +425,32 @@ def test_only_recipes_of_short_runs_change_a_published_memory(name):
     config = recipes.RECIPES[name]("freematch")
     lite = config.net == "efficientnet_lite0"
     assert ("momentum" in config.method) == lite, config.method
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eurosat_pack_40", "--method", "freematch"], "freematch(momentum=0.975)"),
+        (["eurosat_pack_40", "--method", "freematch", "--steps", "500"], "freematch(momentum=0.9)"),
+        (["eurosat_frozen_40", "--steps", "100000"], "freematch"),
+        (["eurosat_frozen_40", "--method", "freematch(momentum=0.5)"], "freematch(momentum=0.5)"),
+        (["eurosat_40", "--method", "simmatch"], "simmatch(temperature=0.2)"),
+        (["digits_40"], "fixmatch"),
+    ],
+)
+def test_the_command_line_leaves_a_recipes_arguments_to_the_recipe(words, expected):
+    assert cli._train_options(words).run.method == expected
+
+
+def test_a_strangers_method_keeps_its_momentum(monkeypatch, tmp_path):
+    (tmp_path / "strange.py").write_text(
+        "from calmatch.methods.fixmatch import FixMatch\n"
+        "class Mine(FixMatch):\n"
+        "    def __init__(self, task, *, momentum: float | None = None):\n"
+        "        super().__init__(task)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert methods.paced("strange.Mine", 500) == "strange.Mine"
 
 
 def test_a_short_run_of_freematch_stops_believing_every_guess():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -118,13 +119,19 @@ def _train_options(words: list[str]) -> Any:
             config = load(path, config, trust) if path else config
         return config
 
-    first = _parse(
-        TrainOptions, flags, f"train {name}", default=TrainOptions(base(None, None, True))
-    )
-    given = base(None, first.config, first.trust)
-    asked = first.run.method if any(word.startswith("--method") for word in flags) else given.method
+    bare = base(None, None, True)
+    first = _parse(TrainOptions, flags, f"train {name}", default=TrainOptions(bare))
+    given = base(None, first.config, first.trust).method
+    asked = given if given != bare.method else None  # None: the recipe's own
+    if any(word.startswith("--method") for word in flags):
+        asked = first.run.method
     default = TrainOptions(base(asked, first.config, first.trust))
-    return _parse(TrainOptions, flags, f"train {name}", default=default)
+    found = _parse(TrainOptions, flags, f"train {name}", default=default)
+    if file is not None:
+        return found
+    named = [asked] if asked else []
+    method = RECIPES[name](*named, steps=found.run.steps).method  # a recipe may set its arguments
+    return dataclasses.replace(found, run=found.run.replace(method=method))
 
 
 def _use_root(path: Path | None) -> None:

@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from calmatch import heads, judge, model, posthoc, trainer, vectors
+from calmatch import heads, judge, methods, model, posthoc, trainer, vectors
 from calmatch.config import Config, check
 from calmatch.data.pictures import SIZES
 from calmatch.fit import fit
@@ -113,10 +113,11 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
         semi = self.method.partition("(")[0] != "supervised"
+        steps = self.steps or 300
         config = Config(
-            method=self.method,
+            method=methods.paced(self.method, steps),
             penalty=self.penalty if semi else "",
-            steps=self.steps or 300,
+            steps=steps,
             batch=64,
             ratio=3,
             lr=min(0.05, 1e-3 * (1280 / x.shape[1]) ** 0.5),

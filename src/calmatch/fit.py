@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from calmatch import checkpoint, evaluate, heads, judge, log, memory, nets, outcome, spec, trainer
@@ -105,9 +103,9 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
             best = min(tried, key=lambda one: judge.score(one.judged))
             _compare(tried, best, quiet)
             stage(5)
-            trained = folder / "work" / best.name / "all"  # on all labels
+            trained = folder / "work" / best.name / "all"
             if not best.config.frozen:
-                shutil.copytree(trained, folder, dirs_exist_ok=True)
+                _adopt(trained, folder)
             with log.hush():
                 trainer.train(best.config, folder, quiet=quiet)
             break
@@ -119,10 +117,18 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
     return outcome.write(wish, plan, folder, found, images, best, tried, quiet)
 
 
+def _adopt(trained: Path, folder: Path) -> None:
+    """Make a finished run the fit's own; its result comes last, whole."""
+    done = "result.json"
+    left = shutil.ignore_patterns(done, ".lock", "checkpoint")
+    shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=left)
+    checkpoint.write(folder / done, (trained / done).read_bytes())
+
+
 def _again(folder: Path, held: Mapping[str, Any]) -> Plan:
     try:
         return Plan(**{**held, "notes": tuple(held["notes"])})
-    except TypeError as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"Another version planned {folder}; choose another --out.") from error
 
 
@@ -181,9 +187,7 @@ def _smaller(wish: Wish, plan: Plan, folder: Path, quiet: bool) -> Plan:
     """After the device ran out of memory: half the batch, and what was trained is dropped."""
     if plan.batch < 2:
         raise ValueError("The device has too little memory even for one picture; use --device cpu.")
-    if torch.cuda.is_available():
-        gc.collect()  # what failed may hold much of the device
-        torch.cuda.empty_cache()
+    memory.free()
     plan = dataclasses.replace(plan, batch=plan.batch // 2)
     log.tell(f"The device's memory is full; trying again with batches of {plan.batch}.", quiet)
     _save(folder, wish, plan)
@@ -211,8 +215,11 @@ def _candidate(
     if plan.whole:
         body = plans.body(wish, plan, alone)
         if not plan.hold:
+            number = judge.parted([label for label in found.labels if label >= 0], body.split_seed)
             with log.hush():
-                judged = judge.sisters(body, under, _known(found), quiet=quiet)
+                trainer.train(body, under / "all", quiet=quiet)
+                stage(4)
+                judged = judge.sisters(body, under, number, quiet=quiet)
             return Candidate(name, body, _named(judged, wish, plan, found))
         with log.hush():
             trainer.train(body, under, quiet=quiet)
@@ -224,10 +231,6 @@ def _candidate(
     stage(4)
     judged = (_holdout if plan.holdout else _crossfit)(wish, plan, found, config, frozen, quiet)
     return Candidate(name, config, judged)
-
-
-def _known(found: pictures.Pictures) -> list[int]:
-    return [label for label in found.labels if label >= 0]
 
 
 def _named(judged: judge.Judged, wish: Wish, plan: Plan, found: pictures.Pictures) -> judge.Judged:

@@ -8,7 +8,6 @@ steps since the last checkpoint are made again one by one, to find the first tha
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, log, parallel, runfiles
+from calmatch import checkpoint, log, memory, parallel, runfiles
 from calmatch.config import Config
 
 if TYPE_CHECKING:
@@ -102,9 +101,7 @@ def settle(
         asked: signals so far; one that comes meanwhile ends the search and nothing is changed.
         quiet: no lines.
     """
-    if torch.cuda.is_available():
-        gc.collect()  # the failed attempt may hold much of the device
-        torch.cuda.empty_cache()
+    memory.free()  # the failed attempt may hold much of the device
     parallel.meet()  # the first rank has written what it had begun
     log.tell(f"Numbers are not finite at step {fault.noticed:,}; looking for the step.", quiet)
     run = start(config.replace(compile=False))

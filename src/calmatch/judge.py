@@ -12,10 +12,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from calmatch import evaluate, metrics, posthoc, trainer
+from calmatch import evaluate, memory, metrics, posthoc, trainer
 from calmatch.config import Config
 from calmatch.data.split import Split, folds, without
 from calmatch.heads import Frozen, Rows
+from calmatch.results import Run
 
 Told = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
 
@@ -75,27 +76,36 @@ def crossfit(
     return Judged(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, number)
 
 
-def sisters(config: Config, under: Path, labels: Sequence[int], *, quiet: bool) -> Judged:
-    """Train a run into `under/all`, then one without each fold of labels, which predicts it.
+def sisters(config: Config, under: Path, number: int, *, quiet: bool) -> Judged:
+    """Train a run without each of so many folds of the labels, which it then predicts.
 
     Args:
-        config: of the run.
-        under: where the runs go.
-        labels: class ids of the labelled pictures.
+        config: of the run that is judged.
+        under: where the sisters go.
+        number: of folds.
         quiet: no progress bars and no lines.
     """
-    number = parted(labels, config.split_seed)
-    trainer.train(config, under / "all", quiet=quiet)
     settings = [config.replace(fold=fold) for fold in range(1, number + 1)]
     outs = [under / f"fold{one.fold}" for one in settings]
     log_probs, truth = [], []
     rows: list[int] = []
-    for run in trainer.together(settings, outs, quiet=quiet):
+    for run in _beside(settings, outs, quiet):
         with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
             log_probs.append(torch.from_numpy(held["held_log_probs"]))
             truth.append(torch.from_numpy(held["held_labels"]))
         rows += json.loads((run.folder / "split.json").read_text("utf-8"))["validation"]
     return Judged(torch.cat(log_probs), torch.cat(truth), rows, number)
+
+
+def _beside(settings: Sequence[Config], outs: Sequence[Path], quiet: bool) -> list[Run]:
+    """Side by side, or one after another where memory is too small for that."""
+    try:
+        return trainer.together(settings, outs, quiet=quiet)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.full(error):
+            raise
+    memory.free()  # the error, which held tensors, is gone
+    return [trainer.train(one, out, quiet=quiet) for one, out in zip(settings, outs, strict=True)]
 
 
 def parted(labels: Sequence[int], seed: int) -> int:

@@ -29,6 +29,17 @@ def full(error: BaseException) -> bool:
     return named or said or isinstance(error, MemoryError)
 
 
+def free() -> None:
+    """Give back what a failed step held on the device."""
+    import gc
+
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def behind(error: BaseException | None) -> bool:
     """Whether too little memory led to it: ending a capture hides the error that broke it."""
     return error is not None and (full(error) or behind(error.__cause__ or error.__context__))

@@ -176,9 +176,7 @@ def safe_net(text: str, trust: bool = False) -> str:
         raise ValueError(f"The network {text[:80]!r} has settings that a model file must not have.")
     if in_timm or item.name == "efficientnet_lite0":
         settings["pretrained"] = False
-    words = [repr(value) for value in item.args]
-    words += [f"{key}={value!r}" for key, value in settings.items()]
-    return f"{item.name}({', '.join(words)})"
+    return spec.write(item._replace(kwargs=settings))
 
 
 def _plain(value: Any) -> bool:

@@ -45,7 +45,8 @@ class FitOptions:
     frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only the last layer learns, which is enough on a CPU: the default there, if pretrained."""
     no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """All layers learn: the default on a GPU, or where nothing is pretrained."""
+    """All layers learn: the default on a GPU with three labels of every class, or where nothing is
+    pretrained."""
     size: int | None = None
     """Pixels of a side in training; unset: from the pictures."""
     steps: int | None = None

@@ -109,7 +109,7 @@ def dataset(wish: Wish, plan: Plan, hold: float) -> str:
         "imagenet": plan.imagenet,
         "strict": wish.strict,
     }
-    return f"pictures({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+    return spec.write(spec.Spec("pictures", (), arguments))
 
 
 def _config(wish: Wish, plan: Plan, alone: bool, steps: int, hold: float) -> Config:
@@ -139,7 +139,7 @@ def body(wish: Wish, plan: Plan, alone: bool) -> Config:
         ema=min(plan.ema, max(0.95, 1 - 10 / steps)),  # the start must not weigh on the end
         warmup=min(100, steps // 20),
         precision="bf16" if pick_device(wish.device).type == "cuda" else "fp32",
-        eval_every=max(1, steps // 5),
+        eval_every=max(1, steps // 5) if plan.hold else 0,  # nothing is held out to look at
     )
 
 
@@ -169,8 +169,9 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
     device = pick_device(wish.device)
     net, ready, notes = network(wish, side, device)
     few = min(found.counts) < FEW
+    few &= methods.find(wish.method).heads is Method.heads  # others' layers want all of it to learn
     still = ready and (few or device.type == "cpu")
-    if still and few and device.type != "cpu" and wish.frozen is None:
+    if still and device.type != "cpu" and wish.frozen is None:
         notes.append(
             f"A class has fewer than {FEW} labels, so the pretrained network stays frozen; "
             "--no-frozen trains all of it."
@@ -181,9 +182,9 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
     weak, strong, said = views(wish, size, grey(images))
     labels = len(found.labels) - found.labels.count(-1)
     many = labels >= HOLD and min(found.counts) >= 5
-    # a card trains the sisters that judge a whole network side by side; a CPU has no time for them
-    few_hold = 0.5 if device.type == "cpu" else 0.0
-    hold = (0.2 if many else few_hold) if wish.hold is None else wish.hold
+    # sisters that judge a whole network are trained side by side on CUDA; others have no time
+    own = 0.2 if many else 0.0 if device.type == "cuda" else 0.5
+    hold = own if wish.hold is None else wish.hold
     plan = Plan(
         net=net,
         size=size,
@@ -204,7 +205,14 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
         most=0,
         notes=(*notes, *said),
     )
-    return (_of_whole if whole else _of_head)(wish, plan, found, images)
+    if not whole:
+        return _of_head(wish, plan, found, images)
+    known = [label for label in found.labels if label >= 0]
+    parts = [] if hold else folds(known, 0)
+    if parts:  # one size for all sisters, and one compiled network
+        least = len(known) - max(map(len, parts))
+        plan = dataclasses.replace(plan, batch=min(plan.batch, least))
+    return _of_whole(wish, plan, len(images), 1 + len(parts))
 
 
 def network(wish: Wish, side: int, device: torch.device) -> tuple[str, bool, list[str]]:
@@ -303,13 +311,19 @@ def _head_times(wish: Wish, plan: Plan, images: Images) -> tuple[float, float]:
     return view, _seconds_a_step(settings, functools.partial(made.parts, split))
 
 
-def _of_whole(wish: Wish, plan: Plan, found: Pictures, images: Images) -> Plan:
-    """Steps of a whole network that the minutes allow: about forty passes at most."""
+def _of_whole(wish: Wish, plan: Plan, pictures: int, runs: int) -> Plan:
+    """Steps of a whole network that the minutes allow: about forty passes at most.
+
+    Args:
+        wish: what was asked for.
+        plan: so far.
+        pictures: how many there are.
+        runs: how many networks share the minutes.
+    """
     if wish.steps:
         return plan
     low, high = STEPS["whole"]
-    most = min(high, max(500, 40 * len(images) // (plan.batch * plan.ratio)))
-    runs = 1 if plan.hold else 1 + len(folds([y for y in found.labels if y >= 0], wish.seed))
+    most = min(high, max(500, 40 * pictures // (plan.batch * plan.ratio)))
     steps = []
     for alone, share in ((False, 0.5), (True, 0.15)):
         settings = body(wish, plan, alone)

@@ -72,7 +72,7 @@ def build(text: str, task: Task) -> Method:
 
 
 def paced(text: str, steps: int) -> str:
-    """The spec of a method whose moving averages remember at most a fiftieth of the run.
+    """The spec of a method whose moving averages fit the run: a fiftieth of it, ten steps at least.
 
     The published 0.999 is made for hundreds of thousands of steps. In 2,000 a threshold that begins
     near zero rises too late, and every guess is believed (docs/log.md).
@@ -83,6 +83,8 @@ def paced(text: str, steps: int) -> str:
     item = spec.parse(text)
     own = inspect.signature(find(text)).parameters.get("momentum")
     memory = round(max(0.9, 1 - 50 / steps), 6)
-    if own is None or item.args or "momentum" in item.kwargs or memory >= own.default:
+    if own is None or item.name not in METHODS or item.args or "momentum" in item.kwargs:
+        return text
+    if memory >= own.default:
         return text
     return spec.write(item._replace(kwargs={**item.kwargs, "momentum": memory}))
