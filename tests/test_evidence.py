@@ -242,6 +242,11 @@ def test_labels_choose_a_temperature_that_no_run_saw_them_for(tmp_path, monkeypa
     kept = compact.read([tmp_path / "some.jsonl"])
     assert len(kept.groups) == 1  # folds are no rows
     assert values(kept.groups[0], "ece_labels")[0, 0] == pytest.approx(100 * by_labels["ece"])
+    beside = config.replace(penalty="margin(m=10)")  # a row without folds
+    trainer.train(beside, tmp_path / "beside", quiet=True)
+    both = gather([tmp_path / "runs", tmp_path / "beside"]).groups
+    scaled = [next(iter(group.runs.values())).result["temperature_scaled"] for group in both]
+    assert sorted("labels" in one for one in scaled) == [False, True]
     shutil.rmtree(tmp_path / "runs" / "2")
     again = compact.collect([tmp_path / "runs"])
     assert not any("labels" in line["result"]["temperature_scaled"] for line in again)

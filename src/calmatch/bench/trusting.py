@@ -64,6 +64,8 @@ def by_folds(run: Run, folds: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
     Each label is predicted by a run that did not see it; empty where some were predicted by none.
     """
+    if not folds:
+        return {}
     with ExitStack() as stack:
         own, *others = (
             stack.enter_context(np.load(one.folder / "predictions.npz", allow_pickle=False))
