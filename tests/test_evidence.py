@@ -264,12 +264,12 @@ def test_trust_counts_the_sure_and_the_right():
 
 def test_the_row_of_fit_is_what_fit_does_on_a_cpu(tmp_path):
     """The head's settings of `calmatch fit` with its defaults and most time, and of our tables."""
-    from calmatch import plan, recipes
+    from calmatch import plan, planning, recipes
 
     wish = plan.Wish(pictures=tmp_path, device="cpu")
-    weak, strong, _ = plan.views(wish, 64, colourless=False)
+    weak, strong, _ = planning.views(wish, 64, colourless=False)
     own = {"net": "efficientnet_lite0", "size": 64, "imagenet": True, "whole": False, "views": 4}
-    steps = plan.STEPS["head"][1]
+    steps = planning.STEPS["head"][1]
     own |= {"head_steps": steps, "steps": 10, "alone_steps": 10, "batch": 32, "ratio": 2}
     own |= {"lr": 1e-3, "ema": 0.95, "weak": weak, "strong": strong}
     made = plan.Plan(**own, hold=0.0, holdout=False, most=0)

@@ -18,7 +18,19 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch import checkpoint, data, fit, heads, judge, log, model, plan, posthoc, trainer
+from calmatch import (
+    checkpoint,
+    data,
+    fit,
+    heads,
+    judge,
+    log,
+    model,
+    plan,
+    planning,
+    posthoc,
+    trainer,
+)
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -187,7 +199,7 @@ def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
 
 @pytest.mark.slow
 def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "HOLD", 60)
+    monkeypatch.setattr(planning, "HOLD", 60)
     root = blobs(tmp_path / "pics", each=110, spare=0)
     run = fit.fit(wish(root, steps=80, hold=0.5), tmp_path / "run", quiet=True)
     assert run.result["judged_on"] == "holdout"
@@ -317,12 +329,12 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
 
 def _card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as on a card, where sisters judge."""
-    choose = plan.choose
+    choose = planning.choose
 
     def chosen(*given: Any) -> plan.Plan:
         return dataclasses.replace(choose(*given), hold=0.0)
 
-    monkeypatch.setattr(plan, "choose", chosen)
+    monkeypatch.setattr(planning, "choose", chosen)
 
 
 @pytest.mark.parametrize("place", ["copy", "result", "together"])
@@ -414,11 +426,11 @@ def test_a_pretrained_network_learns_whole_on_a_card_with_labels_enough(
     tmp_path, monkeypatch, each, device, method, frozen, whole
 ):
     images, found = pictures.decoded(pictures.read(blobs(tmp_path / "pics", each=each)), 16)
-    monkeypatch.setattr(plan, "pick_device", lambda _: torch.device(device))
-    monkeypatch.setattr(plan, "network", lambda *_: ("tiny", True, []))
-    monkeypatch.setattr(plan, "_of_head", lambda wish, plan, *_: plan)
+    monkeypatch.setattr(planning, "pick_device", lambda _: torch.device(device))
+    monkeypatch.setattr(planning, "network", lambda *_: ("tiny", True, []))
+    monkeypatch.setattr(planning, "_of_head", lambda wish, plan, *_: plan)
     asked = wish(tmp_path / "pics", frozen=frozen, method=method)
-    made = plan.choose(asked, found, images, 64, 16)
+    made = planning.choose(asked, found, images, 64, 16)
     assert made.whole == whole
     assert made.hold == (0.5 if whole and device != "cuda" else 0.0)  # 0: sisters judge, or heads
     if whole and device == "cuda":
@@ -462,8 +474,8 @@ def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeyp
     def nothing(*_: object) -> None:
         raise ValueError("The hub cannot be reached.")
 
-    monkeypatch.setattr(plan.nets, "build", nothing)
-    net, ready, notes = plan.network(wish(tmp_path, net=None), 200, torch.device("cpu"))
+    monkeypatch.setattr(planning.nets, "build", nothing)
+    net, ready, notes = planning.network(wish(tmp_path, net=None), 200, torch.device("cpu"))
     assert net.startswith("small")
     assert not ready
     assert "learns from scratch" in notes[0]
@@ -474,13 +486,15 @@ def test_steps_follow_the_minutes_and_huge_folders_are_sampled(tmp_path, monkeyp
     root = blobs(tmp_path / "pics", spare=30)
     found = pictures.read(root)
     images, found = pictures.decoded(found, 16)
-    monkeypatch.setattr(plan, "_head_times", lambda *_: (0.01, 0.02))
+    monkeypatch.setattr(planning, "_head_times", lambda *_: (0.01, 0.02))
     many = found._replace(labels=(*found.labels, *([-1] * 50_000)))
-    made = plan._of_head(wish(root, steps=None, minutes=10), _plan(), many, torch.zeros(50_045, 1))
+    made = planning._of_head(
+        wish(root, steps=None, minutes=10), _plan(), many, torch.zeros(50_045, 1)
+    )
     assert made.most == 0.5 * 600 / 0.01 / 5 - 15
     assert made.views == 2
     assert "unlabelled pictures" in made.notes[-1]
-    quick = plan._of_head(wish(root, steps=None, minutes=1), _plan(), found, images)
+    quick = planning._of_head(wish(root, steps=None, minutes=1), _plan(), found, images)
     assert quick.head_steps == 100
     assert quick.views == 6
 

@@ -45,6 +45,7 @@ LAYERS = [
         "demo",
         "fit",
         "plan",
+        "planning",
         "judge",
         "words",
         "outcome",

@@ -13,7 +13,19 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from calmatch import checkpoint, evaluate, heads, judge, log, memory, nets, outcome, spec, trainer
+from calmatch import (
+    checkpoint,
+    evaluate,
+    heads,
+    judge,
+    log,
+    memory,
+    nets,
+    outcome,
+    planning,
+    spec,
+    trainer,
+)
 from calmatch import plan as plans
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -91,7 +103,7 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
     if before:
         plan = _again(folder, before["plan"])
     else:
-        plan = plans.choose(wish, found, images, side, size)
+        plan = planning.choose(wish, found, images, side, size)
         _save(folder, wish, plan)
     for note in (*found.notes, *plan.notes):
         log.tell(note, quiet)
@@ -152,7 +164,7 @@ def _sized(wish: Wish, found: pictures.Pictures, folder: Path) -> tuple[Wish, in
     """The size of training, the pictures' own, and with --from the network to start with."""
     size, side = pictures.fitting_size(found)
     if wish.start is None:
-        pretrained = side >= plans.SMALLEST or wish.net is not None
+        pretrained = side >= planning.SMALLEST or wish.net is not None
         return wish, wish.size or (max(64, size) if pretrained else size), side
     note = read_note(wish.start / "model.json")
     gone = [name for name in note["classes"] if name not in found.classes]
