@@ -545,36 +545,44 @@ def test_the_tour_on_eurosat(tmp_path):
 
 @pytest.mark.slow
 def test_a_fifth_of_foreign_pictures_does_not_ruin_eurosat(tmp_path):
-    """Digits among satellite pictures, against the same fit without them."""
+    """Digits among satellite pictures, against the same fit without them, two draws of pictures."""
     archive = Path(os.environ.get("CALMATCH_DATA", "/nowhere")) / "EuroSAT.zip"
     if not archive.is_file():
         pytest.skip("CALMATCH_DATA has no EuroSAT.zip")
+    wrong = np.array([_with_foreign(archive, draw, tmp_path / str(draw)) for draw in (3, 4)])
+    clean, mixed = wrong.mean(0)
+    assert mixed < clean + 0.05
+
+
+def _with_foreign(archive: Path, draw: int, place: Path) -> list[float]:
+    """The error of a fit on 1,500 pictures, and with 375 digits among them."""
     from sklearn.datasets import load_digits
 
     truth: dict[str, str] = {}
+    for root in ("clean", "mixed"):
+        (place / root).mkdir(parents=True)
     with zipfile.ZipFile(archive) as file:
         names = sorted(name for name in file.namelist() if name.endswith(".jpg"))
-        for k, name in enumerate(random.Random(3).sample(names, 1500)):
+        for k, name in enumerate(random.Random(draw).sample(names, 1500)):
             truth[f"{k}.jpg"] = Path(name).parent.name
             for root in ("clean", "mixed"):
-                (tmp_path / root).mkdir(exist_ok=True)
-                (tmp_path / root / f"{k}.jpg").write_bytes(file.read(name))
+                (place / root / f"{k}.jpg").write_bytes(file.read(name))
     for k, grey in enumerate(load_digits().images[:375]):
         picture = Image.fromarray((grey * 15.9).astype(np.uint8)).resize((64, 64))
-        picture.save(tmp_path / "mixed" / f"foreign{k}.png")
-    table = tmp_path / "labels.csv"
+        picture.save(place / "mixed" / f"foreign{k}.png")
+    table = place / "labels.csv"
     chosen = [[f for f in truth if truth[f] == c][:4] for c in sorted(set(truth.values()))]
     lines = [f"{f},{truth[f]}" for group in chosen for f in group]
     table.write_text("\n".join(["file,label", *lines]) + "\n")
     wrong = []
     for root in ("clean", "mixed"):
-        asked = plan.Wish(tmp_path / root, table, minutes=3, device="cpu", steps=300)
-        run = fit.fit(asked, tmp_path / f"run-{root}", quiet=True)
-        found = pictures.Pictures(tmp_path / root, tuple(truth), (0,) * len(truth), ("a", "b"))
+        asked = plan.Wish(place / root, table, minutes=3, device="cpu", steps=300)
+        run = fit.fit(asked, place / f"run-{root}", quiet=True)
+        found = pictures.Pictures(place / root, tuple(truth), (0,) * len(truth), ("a", "b"))
         images, found = pictures.decoded(found, 64)
         made = model.load(run.folder)
         guesses = [
             made.classes[k] for k in made.logits(images.take(range(len(images)))).argmax(1).tolist()
         ]
         wrong.append(np.mean([truth[f] != g for f, g in zip(found.names, guesses, strict=True)]))
-    assert wrong[1] < wrong[0] + 0.08  # four draws: 1.5 to 5.4 points, this one most
+    return wrong

@@ -115,9 +115,8 @@ def _fit(wish: Wish, folder: Path, before: Mapping[str, Any], quiet: bool) -> Ru
             best = min(tried, key=lambda one: judge.score(one.judged))
             _compare(tried, best, quiet)
             stage(5)
-            trained = folder / "work" / best.name / "all"
-            if not best.config.frozen:
-                _adopt(trained, folder)
+            if not best.config.frozen:  # the whole network has learned from all labels already
+                _adopt(folder / "work" / best.name / "all", folder)
             with log.hush():
                 trainer.train(best.config, folder, quiet=quiet)
             break
@@ -227,7 +226,7 @@ def _candidate(
     if plan.whole:
         body = plans.body(wish, plan, alone)
         if not plan.hold:
-            number = judge.parted([label for label in found.labels if label >= 0], body.split_seed)
+            number = judge.parted(found.known, body.split_seed)
             with log.hush():
                 trainer.train(body, under / "all", quiet=quiet)
                 stage(4)

@@ -49,8 +49,7 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
     if not whole and not ready:
         notes.append("The frozen network is not pretrained, so its features know nothing.")
     weak, strong, said = views(wish, size, grey(images))
-    labels = len(found.labels) - found.labels.count(-1)
-    many = labels >= HOLD and min(found.counts) >= 5
+    many = len(found.known) >= HOLD and min(found.counts) >= 5
     # sisters that judge a whole network are trained side by side on CUDA; others have no time
     own = 0.2 if many else 0.0 if device.type == "cuda" else 0.5
     hold = own if wish.hold is None else wish.hold
@@ -74,14 +73,7 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
         most=0,
         notes=(*notes, *said),
     )
-    if not whole:
-        return _of_head(wish, plan, found, images)
-    known = [label for label in found.labels if label >= 0]
-    parts = [] if hold else folds(known, 0)
-    if parts:  # one size for all sisters, and one compiled network
-        least = len(known) - max(map(len, parts))
-        plan = dataclasses.replace(plan, batch=min(plan.batch, least))
-    return _of_whole(wish, plan, len(images), 1 + len(parts))
+    return (_of_whole if whole else _of_head)(wish, plan, found, images)
 
 
 def network(wish: Wish, side: int, device: torch.device) -> tuple[str, bool, list[str]]:
@@ -180,19 +172,17 @@ def _head_times(wish: Wish, plan: Plan, images: Images) -> tuple[float, float]:
     return view, _seconds_a_step(settings, functools.partial(made.parts, split))
 
 
-def _of_whole(wish: Wish, plan: Plan, pictures: int, runs: int) -> Plan:
-    """Steps of a whole network that the minutes allow: about forty passes at most.
-
-    Args:
-        wish: what was asked for.
-        plan: so far.
-        pictures: how many there are.
-        runs: how many networks share the minutes.
-    """
+def _of_whole(wish: Wish, plan: Plan, found: Pictures, images: Images) -> Plan:
+    """Steps of a whole network that the minutes allow: about forty passes at most."""
+    parts = [] if plan.hold else folds(found.known, 0)
+    if parts:  # one size for all sisters, and one compiled network
+        least = len(found.known) - max(map(len, parts))
+        plan = dataclasses.replace(plan, batch=min(plan.batch, least))
     if wish.steps:
         return plan
+    runs = 1 + len(parts)
     low, high = STEPS["whole"]
-    most = min(high, max(500, 40 * pictures // (plan.batch * plan.ratio)))
+    most = min(high, max(500, 40 * len(images) // (plan.batch * plan.ratio)))
     steps = []
     for alone, share in ((False, 0.5), (True, 0.15)):
         settings = body(wish, plan, alone)

@@ -16,7 +16,7 @@ FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
 
 def opening(found: Pictures, side: int) -> str:
     """The pictures in two sentences, and what was skipped."""
-    labels = len(found.labels) - found.labels.count(-1)
+    labels = len(found.known)
     low, high = min(found.counts), max(found.counts)
     each = f"{low} each" if low == high else f"{low} to {high} each"
     lines = [

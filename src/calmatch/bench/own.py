@@ -165,7 +165,7 @@ def _milder(column: str) -> list[Row]:
 
 
 def _mixed(column: str) -> list[Row]:
-    """Mixup of strong views, without and with a margin: what a frozen network likes best."""
+    """Mixup of strong views, without and with a margin."""
     return [row for row in _beyond_rows(column) if "mixup" in row.name]
 
 

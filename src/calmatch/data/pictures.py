@@ -49,6 +49,11 @@ class Pictures(NamedTuple):
         )
 
     @property
+    def known(self) -> list[int]:
+        """The class ids of labelled pictures."""
+        return [label for label in self.labels if label >= 0]
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Labels of each class."""
         found = Counter(self.labels)
