@@ -25,7 +25,9 @@ METRICS = ("error", "ece", "nll")
 
 
 def settings(options: argparse.Namespace) -> Config:
-    """FreeMatch with fit's margin at 32 px, as EuroSAT's recipe augments it."""
+    """FreeMatch with fit's margin at 32 px, as EuroSAT's recipe augments it, or another recipe."""
+    if options.recipe:
+        return recipes.RECIPES[options.recipe](recipes.METHOD, penalty=recipes.PENALTY)
     config = recipes.RECIPES["eurosat_40"](recipes.METHOD)
     return config.replace(
         dataset=options.dataset,
@@ -55,6 +57,7 @@ def difference(pairs: np.ndarray) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", help="a recipe as it is, instead of what follows")
     parser.add_argument("--dataset", default="eurosat", help="EuroSAT at 32 px")
     parser.add_argument("--net", default="small(width=24)")
     parser.add_argument("--labels", type=int, default=100)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from calmatch import data, load_run, trainer
-from calmatch.bench import compact, evidence, tables, trusting
+from calmatch.bench import compact, evidence, suites, tables, trusting
 from calmatch.bench.groups import gather
 from calmatch.bench.measures import values
+from calmatch.bench.own import FITTED
 from calmatch.data.packed import pack
 
 TOOLS = Path(__file__).parent.parent / "tools"
@@ -88,10 +89,9 @@ def test_last_weights_stand_beside_averaged_ones(folder, tmp_path):
 @pytest.fixture
 def stand_in(folder, monkeypatch):
     """The folder's runs as the suite `frozen`: plain FreeMatch, and what `fit` does."""
-    from calmatch.bench import suites
     from calmatch.bench.rows import Cell
 
-    names = {"": "freematch", "margin(m=10)": "freematch + cap"}
+    names = {"": "freematch", "margin(m=10)": FITTED}
     configs = [load_run(path).config for path in sorted(folder.iterdir())]
     cells = [Cell("frozen", names[c.penalty], "digits_40", c.seed, c, "made up") for c in configs]
     cells.sort(key=lambda cell: cell.row)
@@ -154,7 +154,7 @@ def test_sure_predictions_are_counted_over_seeds(stand_in, folder, tmp_path):
         wanted.append(100 * float((log_probs.double().exp().amax(1) >= 0.5).double().mean()))
     assert table.rows[1][3].text.startswith(f"{np.mean(wanted):.1f}")
     named = evidence.named(found, {"digits_40": "digits"})
-    shown = evidence.short(named, "freematch", "freematch + cap")
+    shown = evidence.short(named, "freematch", FITTED)
     assert [row[1].text for row in shown.rows] == ["FreeMatch", "calmatch fit"]
     assert {row[0].text for row in shown.rows} == {"digits"}
 
@@ -264,7 +264,8 @@ def test_trust_counts_the_sure_and_the_right():
 
 def test_the_row_of_fit_is_what_fit_does_on_a_cpu(tmp_path):
     """The head's settings of `calmatch fit` with its defaults and most time, and of our tables."""
-    from calmatch import plan, planning, recipes
+    from calmatch import plan, planning
+    from calmatch.config import LOOKS
 
     wish = plan.Wish(pictures=tmp_path, device="cpu")
     weak, strong, _ = planning.views(wish, 64, colourless=False)
@@ -272,8 +273,10 @@ def test_the_row_of_fit_is_what_fit_does_on_a_cpu(tmp_path):
     steps = planning.STEPS["head"][1]
     own |= {"head_steps": steps, "steps": 10, "alone_steps": 10, "batch": 32, "ratio": 2}
     own |= {"lr": 1e-3, "ema": 0.95, "weak": weak, "strong": strong}
-    made = plan.Plan(**own, hold=0.0, holdout=False, most=0)
+    made = plan.Plan(**own, hold=0.0, holdout=False, most=0, looks=LOOKS)
     wanted = plan.head(wish, made, False, made.net, 1280).dump()
-    found = recipes.RECIPES["eurosat_frozen_40"](penalty=recipes.PENALTY).dump()
+    cells = suites.cells("frozen", [0])
+    row = next(cell for cell in cells if cell.row == FITTED)
+    found = row.config.dump()
     aside = {"dataset", "labels", "device", "log_every", "eval_every", "checkpoint_every"}
     assert {k for k in wanted if wanted[k] != found[k]} <= aside

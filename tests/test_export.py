@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from calmatch import export, model, posthoc, trainer
+from calmatch.augment import looks
 from conftest import calmatch, write_model
 from test_model import FAMILIES, pictures
 
@@ -61,6 +62,18 @@ def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
     extra = {"classes": "", "preprocessing": ""}
     torch.export.load(tmp_path / "model.pt2", extra_files=extra)
     assert json.loads(extra["classes"]) == [f"class {k}" for k in range(4)]
+
+
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+def test_looks_are_exported(tmp_path, to):
+    write_model(tmp_path, "tiny", 4, 8)
+    alone = model.load(tmp_path).probabilities(pictures(9, 8))
+    note = json.loads((tmp_path / "model.json").read_text())
+    note["looks"] = looks.chosen(5, "flip|crop(2)")
+    (tmp_path / "model.json").write_text(json.dumps(note))
+    loaded = model.load(tmp_path)
+    assert (loaded.probabilities(pictures(9, 8)) - alone).abs().max() > 0.01
+    same(tmp_path, to, loaded)
 
 
 @pytest.mark.slow

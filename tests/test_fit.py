@@ -21,6 +21,7 @@ from PIL import Image
 from calmatch import (
     checkpoint,
     data,
+    features,
     fit,
     heads,
     judge,
@@ -31,6 +32,8 @@ from calmatch import (
     posthoc,
     trainer,
 )
+from calmatch.augment import looks
+from calmatch.augment.basic import normalise
 from calmatch.cli import main
 from calmatch.config import Config
 from calmatch.data import pictures
@@ -125,6 +128,8 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys
         (["pics", "--hold", "0"], "between 0 and 1"),
         (["pics", "--hold", "0.1", "--frozen"], "of so few labels is none"),
         (["pics", "--frozen", "--no-frozen"], "or neither"),
+        (["pics", "--looks", "6"], "at most 5"),
+        (["pics", "--looks", "2", "--no-frozen"], "for a frozen network"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, monkeypatch, capsys):
@@ -221,11 +226,14 @@ def test_a_model_may_be_continued_with_a_new_class(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_frozen_run_equals_its_joined_network(tmp_path):
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_frozen_run_equals_its_joined_network(tmp_path, number):
     """Head on stored features and network on pictures give the same probabilities."""
     root = blobs(tmp_path / "pics", spare=30)
-    run = fit.fit(wish(root, frozen=True), tmp_path / "run", quiet=True)
-    frozen = heads.freeze(run.config, prepare(run.config), True)
+    run = fit.fit(wish(root, frozen=True, looks=number), tmp_path / "run", quiet=True)
+    assert run.config.looks == (number or 5)
+    assert ("looks" in json.loads((run.folder / "model.json").read_text())) == (number is None)
+    frozen = features.freeze(run.config, prepare(run.config), True)
     parts = frozen.parts(frozen.base.split)
     trainer.learn(run.config, parts)
     images = next(frozen.base.batches.sources["u"].batches(20))
@@ -246,13 +254,35 @@ def _std(frozen: heads.Frozen) -> torch.Tensor:
 def test_features_are_computed_once(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics", spare=12)
     config = plan.head(wish(root), _plan(), False, "tiny", 16)
-    first = heads.freeze(config, prepare(config), True)
-    monkeypatch.setattr(heads, "_fill", lambda *_: pytest.fail("computed again"))
-    again = heads.freeze(config, prepare(config), True)
+    first = features.freeze(config, prepare(config), True)
+    monkeypatch.setattr(features, "_fill", lambda *_: pytest.fail("computed again"))
+    again = features.freeze(config, prepare(config), True)
     assert len(again.store) == len(first.store) == len(first.labels)
     for ours, theirs in zip(first.store.blocks, again.store.blocks, strict=True):
         assert torch.equal(ours.tensor, theirs.tensor)
         assert ours.tensor.shape[1] == 5
+
+
+def test_features_of_a_picture_are_the_mean_of_its_looks_and_views_have_one(tmp_path):
+    config = plan.head(wish(blobs(tmp_path / "pics", spare=12)), _plan(), False, "tiny", 16)
+    config = config.replace(weak="flip|crop(2)", strong="flip|crop(2)")
+    one, many = (
+        features.freeze(config.replace(looks=number), prepare(config), True).store.blocks[0].tensor
+        for number in (1, 5)
+    )
+    assert torch.equal(one[:, 1:], many[:, 1:])
+    parts = prepare(config)
+    images = torch.cat([*parts.batches.sources["u"].batches(8)])
+    rows = torch.tensor(parts.split.unlabelled)
+    mean, std = (torch.tensor(v) for v in parts.statistics)
+    with torch.inference_mode():
+        seen = [
+            parts.judged.eval()(normalise(look(images), mean, std)).features
+            for look in looks.chosen(5, config.weak)
+        ]
+    expected = torch.stack(seen).mean(0)
+    assert (one[rows, 0].float() - expected).abs().max() > 0.01
+    torch.testing.assert_close(many[rows, 0].float(), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_features_in_many_blocks_are_those_in_one():
@@ -269,7 +299,7 @@ def test_pictures_and_features_stay_in_their_files_beside_a_cpu(tmp_path):
     config = plan.head(wish(root), _plan(), False, "tiny", 16)
     parts = prepare(config)
     sources = [*parts.batches.sources.values(), parts.sets["test"][0]]
-    frozen = heads.freeze(config, parts, True)
+    frozen = features.freeze(config, parts, True)
     held = {
         "pictures-": [source.kept.file.tensor for source in sources],
         "features-": [block.tensor for block in frozen.store.blocks],
@@ -314,7 +344,7 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     """Wrong labels must not be learned and then counted as right."""
     root = blobs(tmp_path / "pics", each=8, spare=30)
     config = plan.head(wish(root), _plan(head_steps=60), True, "tiny", 16)
-    frozen = heads.freeze(config, prepare(config), True)
+    frozen = features.freeze(config, prepare(config), True)
     shuffled = frozen.labels.clone()
     known = (shuffled >= 0).nonzero()[:, 0]
     shuffled[known] = shuffled[
@@ -491,7 +521,8 @@ def test_steps_follow_the_minutes_and_huge_folders_are_sampled(tmp_path, monkeyp
     made = planning._of_head(
         wish(root, steps=None, minutes=10), _plan(), many, torch.zeros(50_045, 1)
     )
-    assert made.most == 0.5 * 600 / 0.01 / 5 - 15
+    shown = 5_000  # pictures that the page asks the model about
+    assert made.most == (0.5 * 600 / 0.01 - shown) / 5 - 15
     assert made.views == 2
     assert "unlabelled pictures" in made.notes[-1]
     quick = planning._of_head(wish(root, steps=None, minutes=1), _plan(), found, images)

@@ -17,7 +17,10 @@ from test_augment import BATCH, PHOTOS, assert_pillows, pillow
 from test_fit import blobs
 from test_guard import LR, steep
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::UserWarning"),  # torch's advice on a card is no fault
+]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

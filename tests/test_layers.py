@@ -34,6 +34,7 @@ LAYERS = [
         "model",
         "modelfile",
         "heads",
+        "features",
         "vectors",
     },
     {

@@ -107,6 +107,18 @@ def test_calibration_and_promises_are_kept_and_used(tmp_path):
     assert model.load(tmp_path).conformal == sets
 
 
+def test_a_model_says_the_mean_of_its_looks(tmp_path):
+    write_model(tmp_path, "tiny", 3, 8)
+    images, plain = pictures(9, 8), model.load(tmp_path)
+    note = json.loads((tmp_path / "model.json").read_text())
+    note["looks"] = [[0, 0, False], [0, 0, True], [2, 0, False]]
+    (tmp_path / "model.json").write_text(json.dumps(note))
+    padded = torch.nn.functional.pad(images.float(), (2, 2, 0, 0), mode="reflect")
+    seen = [images, images.flip(-1), padded[..., 4:].to(torch.uint8)]
+    expected = torch.stack([plain.logits(one) for one in seen]).mean(0)
+    torch.testing.assert_close(model.load(tmp_path).logits(images), expected)
+
+
 def test_pictures_of_another_size_or_type_are_refused(tmp_path):
     write_model(tmp_path, "tiny", 3, 8)
     loaded = model.load(tmp_path)
@@ -208,6 +220,11 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
         ({"conformal": {"score": "lac"}}, "malformed"),
         ({"selective": [1]}, "malformed"),
         ({"provenance": "x"}, "provenance is not"),
+        ({"looks": []}, "looks is not"),
+        ({"looks": [[0, 0, 0]] * 6}, "looks is not"),
+        ({"looks": [[0, 10**6, 0]]}, "looks is not"),
+        ({"looks": [[0.5, 0, 0]]}, "looks is not"),
+        ({"looks": [[0, 0, 2]]}, "looks is not"),
     ],
 )
 def test_a_hostile_model_json_is_one_sentence(tmp_path, monkeypatch, change, words):
@@ -281,6 +298,7 @@ def test_loading_leaves_chance_alone_and_downloads_nothing(tmp_path, monkeypatch
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default::UserWarning")
 @pytest.mark.parametrize(("net", "size"), FAMILIES)
 def test_a_gpu_gives_the_same_probabilities(tmp_path, net, size):
     write_model(tmp_path, net, 10, size)

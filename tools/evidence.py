@@ -23,15 +23,22 @@ from calmatch.bench import compact, comparisons, evidence, figures, published, r
 from calmatch.bench.figures.style import LOOK
 from calmatch.bench.figures.trust import draw_trust, prepare_trust
 from calmatch.bench.groups import Found
+from calmatch.bench.own import FITTED, LOOKED
 from calmatch.recipes import METHOD
 
 ROOT = Path(__file__).parent.parent
 SUITES = {  # the order of the page
     "evidence": "Whole networks, one H200",
+    "longer": "Whole networks, three times as long",
     "frozen": "A frozen network, two CPU cores",
 }
-DEFAULT = f"{METHOD} + cap"  # the row of what `calmatch fit` does
-SAID = {"evidence": "FreeMatch with a cap, averaged", "frozen": "what calmatch fit does"}
+CAPPED = f"{METHOD} + cap"
+DEFAULTS = {"evidence": CAPPED, "longer": CAPPED, "frozen": FITTED}  # rows of what fit does
+SAID = {
+    "evidence": "FreeMatch with a cap, averaged",
+    "longer": "FreeMatch with a cap, averaged",
+    "frozen": "what calmatch fit does",
+}
 NAMES = {
     "eurosat_pack_40": "EuroSAT, 40 labels",
     "eurosat_pack_20": "EuroSAT, 20 labels",
@@ -41,6 +48,8 @@ NAMES = {
     "cifar10_frozen_40": "CIFAR-10, 40 labels",
     "cifar10_frozen_250": "CIFAR-10, 250 labels",
     "cifar10_pack_250": "CIFAR-10, 250 labels",
+    "eurosat_long_40": "EuroSAT, 40 labels",
+    "cifar10_long_40": "CIFAR-10, 40 labels",
     "digits_40": "digits, 40 labels",
 }
 INTRO = """# Results
@@ -76,11 +85,15 @@ def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
     """The page and its figures, by path."""
     made: dict[Path, bytes] = {}
     parts = [INTRO, *_prose("intro")]
+    there: dict[str, Found] = {}
     for suite in SUITES:
         try:
-            found = evidence.named(compact.read(files, suite), NAMES)
+            there[suite] = evidence.named(compact.read(files, suite), NAMES)
         except ValueError:
             continue  # none of its runs is there
+    if {"evidence", "frozen"} <= there.keys():
+        parts.append(render.markdown([card(there["evidence"], there["frozen"])]))
+    for suite, found in there.items():
         parts += section(suite, found, page, made)
     made[page] = "\n".join(parts).encode()
     return made
@@ -95,7 +108,7 @@ def _prose(name: str) -> list[str]:
 def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """Everything about one suite."""
     parts = [f"## {SUITES[suite]}\n", *_prose(suite)]
-    if found.at(DEFAULT, found.columns[0]):
+    if found.at(DEFAULTS[suite], found.columns[0]):
         parts += trust(suite, found, page, made)
     last = evidence.unaveraged(found)
     shown = [evidence.details(found, column) for column in found.columns]
@@ -121,11 +134,27 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
         parts += _folded("Ours beside the published numbers", beside)
     parts += _folded("Device and time", [evidence.cost(found)])
     for column in found.columns:
-        drawing = figures.FIGURES["convergence"].prepare(_few(found.only(column)))
+        drawing = figures.FIGURES["convergence"].prepare(_few(found.only(column), DEFAULTS[suite]))
         name = re.sub(r"\W+", "_", f"{suite} {column}")
         picture = figures.encode(figures.drawn("convergence", drawing), ".svg")
         parts.append(_figure(page, made, name, picture, f"Learning curves, {column}"))
     return parts
+
+
+def card(whole: Found, frozen: Found) -> render.Table:
+    """The bar by what fit does on a card: a frozen network where a class has two labels.
+
+    A frozen network's runs are paired by their draw of labels.
+    """
+    groups = []
+    for column in (NAMES["eurosat_pack_40"], NAMES["eurosat_pack_20"], NAMES["cifar10_pack_40"]):
+        few = column == NAMES["eurosat_pack_20"]
+        fitted = frozen.at(FITTED, column) if few else whole.at(CAPPED, column)
+        if (plain := whole.at(METHOD, column)) and fitted:
+            runs = {(draw, draw): run for (_, draw), run in fitted.runs.items()}
+            groups += [plain, fitted._replace(row="calmatch fit", runs=runs)]
+    title = "The bar, by what `calmatch fit` does on a card, %"
+    return evidence.bar(Found(groups, []), METHOD, ["calmatch fit"], title, brief=True)
 
 
 def _folded(title: str, some: list[render.Table]) -> list[str]:
@@ -136,25 +165,26 @@ def _folded(title: str, some: list[render.Table]) -> list[str]:
     return [f'<details markdown="1"><summary>{title}</summary>\n\n{text}\n</details>\n']
 
 
-def _few(found: Found) -> Found:
+def _few(found: Found, default: str) -> Found:
     """The plain methods and fit's, as many as a picture bears."""
-    kept = [group for group in found.groups if group.row.isalnum() or group.row == DEFAULT]
+    kept = [group for group in found.groups if group.row.isalnum() or group.row == default]
     return found._replace(groups=kept)
 
 
 def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """The bar, and what a practitioner may believe."""
     shown = [(METHOD, [evidence.PLAIN], "FreeMatch, as the paper judges it")]
-    shown += [(DEFAULT, evidence.CHOSEN, SAID[suite])]
+    shown += [(DEFAULTS[suite], evidence.CHOSEN, SAID[suite])]
     with mpl.rc_context(LOOK):
         drawn = Figure(layout="constrained")
         draw_trust(drawn, prepare_trust(found, shown))
     png = figures.encode(drawn, ".png")
     words = "Confidence and the share that is right"
+    others = [CAPPED, LOOKED, FITTED]
     return [
         _figure(page, made, f"trust_{suite}", png, words, "png"),
-        render.markdown([evidence.bar(found, METHOD, [DEFAULT])]),
-        *_folded("What sure predictions are worth", [evidence.sure(found, [METHOD, DEFAULT])]),
+        render.markdown([evidence.bar(found, METHOD, others)]),
+        *_folded("What sure predictions are worth", [evidence.sure(found, [METHOD, *others])]),
     ]
 
 
@@ -177,7 +207,7 @@ def _there(*found: render.Table | None) -> list[render.Table]:
 def readme(text: str, files: list[Path]) -> str:
     """The README with its table of sure predictions made anew."""
     found = evidence.named(compact.read(files, "frozen"), NAMES)
-    table = render.markdown([evidence.short(found, METHOD, DEFAULT)]).split("\n", 2)[2].strip()
+    table = render.markdown([evidence.short(found, METHOD, FITTED)]).split("\n", 2)[2].strip()
     pattern = r"(<!-- evidence -->\n).*?(<!-- /evidence -->)"
     return re.sub(pattern, lambda part: f"{part[1]}{table}\n{part[2]}", text, flags=re.DOTALL)
 

@@ -36,6 +36,8 @@ class Config:
     """The network: a name of `calmatch nets`."""
     frozen: int = 0
     """Only the last layer learns, from features of so many views a picture; 0: all layers do."""
+    looks: int = 1
+    """Looks at a picture whose mean a frozen network predicts, up to 5: shifted and mirrored."""
     labelled_loss: str = ""
     """Loss on labelled pictures; empty: the method's own."""
     unlabelled_loss: str = ""
@@ -191,7 +193,9 @@ LEAST = {
     "log_every": 1,
     "chunk": 1,
     "eval_batch": 1,
+    "looks": 1,
 }
+LOOKS = 5  # the most at a picture
 MOST = 1e300  # beyond it arithmetic overflows
 SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
 
@@ -219,6 +223,10 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {value}.")
+    if config.looks > LOOKS:
+        raise ValueError(f"looks must be at most {LOOKS}, not {config.looks}.")
+    if config.looks > 1 and not config.frozen:
+        raise ValueError("looks are for a frozen network: set --frozen too, 4 say.")
     _check_selection(config)
     penalties = spec.added(config.penalty) if config.penalty else []
     for part in penalties:

@@ -38,6 +38,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         penalty: what keeps confidence in bounds, `"margin"` for example; "": nothing.
         net: of pictures; None: a pretrained one if it can be had and they are large enough.
         frozen: of pictures; whether only the last layer learns; None: on a CPU, if pretrained.
+        looks: of pictures; looks at one whose mean a frozen network predicts; None: 5.
         steps: training steps; None: what `minutes` allow for pictures, 300 for vectors.
         minutes: about how long pictures may take.
         random_state: a seed.
@@ -56,6 +57,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         *,
         net: str | None = None,
         frozen: bool | None = None,
+        looks: int | None = None,
         steps: int | None = None,
         minutes: float = 2.0,
         random_state: Any = 0,
@@ -64,6 +66,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.penalty = penalty
         self.net = net
         self.frozen = frozen
+        self.looks = looks
         self.steps = steps
         self.minutes = minutes
         self.random_state = random_state
@@ -171,6 +174,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 penalty=self.penalty,
                 net=self.net,
                 frozen=self.frozen,
+                looks=self.looks,
                 size=_square(pictures),
                 steps=self.steps,
                 seed=self.seed_,

@@ -16,6 +16,7 @@ from torch import Tensor
 from calmatch import (
     checkpoint,
     evaluate,
+    features,
     heads,
     judge,
     log,
@@ -238,7 +239,7 @@ def _candidate(
         net = started(bare, under / "model.safetensors", under / "start.safetensors")
     width = nets.feature_size(nets.build(net, len(found.classes), plan.size), plan.size)
     config = plans.head(wish, plan, alone, net, width)
-    frozen = heads.freeze(config, prepare(config), quiet)
+    frozen = features.freeze(config, prepare(config), quiet)
     stage(4)
     judged = (_holdout if plan.holdout else _crossfit)(wish, plan, found, config, frozen, quiet)
     return Candidate(name, config, judged)

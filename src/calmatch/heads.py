@@ -8,34 +8,27 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Generator, Tensor, nn
 
-from calmatch import augment, checkpoint, data, log, methods, nets
-from calmatch.augment.basic import normalise
+from calmatch import methods, nets
 from calmatch.config import Config
 from calmatch.core import Output, Task, Transform
-from calmatch.data import cache, files
-from calmatch.data.batches import Batches, stream_seed
+from calmatch.data import cache
+from calmatch.data.batches import Batches
 from calmatch.data.resident import Resident, Source
 from calmatch.data.split import Split
 from calmatch.setup import Parts, Statistics
 
-BLOCK = 512  # pictures whose features are kept together: what an interruption may cost
 VIEWS = ("weak", "strong")
 
 
 class Store(NamedTuple):
-    """Features [N, 1 + 2 V, D] of each picture: as it is, V weak views, V strong ones.
+    """Features [N, 1 + 2 V, D] of each picture: as it is (or looks), V weak views, V strong ones.
 
     Beside a CPU the blocks stay in their files, and only what a step needs is read.
     """
@@ -45,11 +38,11 @@ class Store(NamedTuple):
 
     @property
     def width(self) -> int:
-        return _tensor(self.blocks[0]).shape[-1]
+        return tensor(self.blocks[0]).shape[-1]
 
     @property
     def device(self) -> torch.device:
-        return _tensor(self.blocks[0]).device
+        return tensor(self.blocks[0]).device
 
     def __len__(self) -> int:
         return sum(len(block) for block in self.blocks)
@@ -63,7 +56,7 @@ class Store(NamedTuple):
             return _pixel(_some(self.blocks[0], rows, places))
         number = rows // len(self.blocks[0])
         order, counts = number.argsort(), number.bincount(minlength=len(self.blocks))
-        found = torch.empty(len(rows), self.width, dtype=_tensor(self.blocks[0]).dtype)
+        found = torch.empty(len(rows), self.width, dtype=tensor(self.blocks[0]).dtype)
         for block, some in zip(self.blocks, order.split(counts.tolist()), strict=True):
             if len(some):
                 found[some] = _some(block, rows[some] % len(self.blocks[0]), places[some])
@@ -82,7 +75,7 @@ class Store(NamedTuple):
         return transform
 
 
-def _tensor(block: Tensor | cache.Mapped) -> Tensor:
+def tensor(block: Tensor | cache.Mapped) -> Tensor:
     return block.tensor if isinstance(block, cache.Mapped) else block
 
 
@@ -215,116 +208,3 @@ class Frozen:
             last.weight.copy_(weight)
             last.bias.copy_(bias)
         return net, self.base.statistics
-
-
-def freeze(config: Config, parts: Parts, quiet: bool = False, kept: bool = True) -> Frozen:
-    """Compute (or find in the cache) the features of a run's network as it is now.
-
-    Args:
-        config: `frozen` says how many weak and how many strong views each picture gets.
-        parts: of a run with the whole network.
-        quiet: no progress bar.
-        kept: keep the features in the cache.
-    """
-    dataset = data.build(config.dataset)
-    make = functools.partial(_features, parts, config, kept=kept)
-    total = len(dataset.labels) * (1 + 2 * config.frozen) + len(dataset.test_labels)
-    with log.Bar("features", total, 0, quiet, unit="views") as bar:
-        store = make(dataset.images, config.frozen, bar)
-        tested = make(dataset.test_images, 0, bar)
-    total = len(dataset.labels)
-    some = store.plain(torch.arange(0, total, max(1, total // 5000)))[:, :, 0, 0].cpu().double()
-    mean, std = some.mean(0), some.std(0).clamp_min(1e-3)
-    statistics = ((mean / 255).tolist(), (std / 255).tolist())
-    return Frozen(config, parts, store, dataset.labels, tested, statistics)
-
-
-def _features(
-    parts: Parts, config: Config, images: files.Images, views: int, bar: log.Bar, kept: bool
-) -> Store:
-    """All in float16."""
-    net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
-    width = nets.feature_size(net, parts.size)
-    key = _key(net, images, config, views) if kept else ""
-    blocks: list[Tensor | cache.Mapped] = []
-    for number, start in enumerate(range(0, len(images), BLOCK)):
-        rows = torch.arange(start, min(start + BLOCK, len(images)))
-        shape, before = (len(rows), 1 + 2 * views, width), bar.done
-        fill = functools.partial(_fill, net, parts, config, images, rows, bar)
-        if kept:
-            blocks.append(cache.mapped(f"features-{key}-{number}", shape, fill, np.float16))
-        else:
-            array = np.zeros(shape, np.float16)
-            fill(array)
-            blocks.append(torch.from_numpy(array))
-        bar.advance(before + len(rows) * shape[1] - bar.done)  # what was in the cache
-    if parts.device.type == "cpu":
-        return Store(blocks, views)
-    shape = (len(images), *_tensor(blocks[0]).shape[1:])
-    whole = torch.empty(shape, dtype=torch.float16, device=parts.device)
-    for into, block in zip(whole.split(BLOCK), blocks, strict=True):
-        into.copy_(_tensor(block))
-    return Store([whole], views)
-
-
-@torch.inference_mode()
-def _fill(
-    net: nn.Module,
-    parts: Parts,
-    config: Config,
-    images: files.Images,
-    rows: Tensor,
-    bar: log.Bar,
-    found: NDArray[np.float16],
-) -> None:
-    """Features of a block of pictures; every view has its own stream of chance."""
-    device, number = parts.device, int(rows[0]) // BLOCK
-    pictures = files.taken(images, rows).to(device)
-    mean, std = (torch.tensor(v, device=device) for v in parts.statistics)
-    views = (found.shape[1] - 1) // 2
-    pipelines = {"weak": augment.pipeline(config.weak), "strong": augment.pipeline(config.strong)}
-    for place in range(found.shape[1]):
-        made = pictures
-        if place:
-            chance = Generator(device).manual_seed(stream_seed(config.seed, 7, place, number))
-            made = pipelines[VIEWS[(place - 1) // views]](pictures, chance)
-        size = 32 if device.type == "cpu" else 256  # what fits a CPU's cache
-        for start in range(0, len(made), size):
-            some = normalise(made[start : start + size], mean, std)
-            out: Output = net(some.contiguous(memory_format=torch.channels_last))
-            found[start : start + size, place] = out.features.cpu().numpy()
-            bar.advance(len(some))
-
-
-def _key(net: nn.Module, images: files.Images, config: Config, views: int) -> str:
-    """Everything that features depend on."""
-    facts: Mapping[str, object] = {
-        "weights": checkpoint.digest({k: v.cpu() for k, v in net.state_dict().items()}),
-        "net": config.net,
-        "weak": config.weak,
-        "strong": config.strong,
-        "views": views,
-        "seed": config.seed,
-    }
-    total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-    if isinstance(images, files.Files):
-        total.update(files.stamp(images).encode())
-    elif isinstance(images, files.Kept):
-        total.update(images.key.encode() + images.rows.numpy().tobytes())
-    else:
-        total.update(str(tuple(images.shape)).encode())
-        for block in images.split(4096):
-            total.update(block.contiguous().numpy().data)
-    return total.hexdigest()
-
-
-def timed(config: Config, parts: Parts, pictures: Tensor) -> float:
-    """Seconds that one view of one picture takes, augmentation included."""
-    net = copy.deepcopy(parts.judged.body).eval().to(memory_format=torch.channels_last)
-    found = np.zeros((len(pictures), 3, nets.feature_size(net, parts.size)), np.float16)
-    with log.Bar("", 0, 0, True) as bar:
-        rows = torch.arange(len(pictures))
-        _fill(net, parts, config, pictures, rows, bar, found)  # the first time is slower
-        began = time.perf_counter()
-        _fill(net, parts, config, pictures, rows, bar, found)
-    return (time.perf_counter() - began) / len(pictures) / 3

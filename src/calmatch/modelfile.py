@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from calmatch import checkpoint, methods, nets, spec
+from calmatch.augment import looks
 from calmatch.augment.basic import normalise
+from calmatch.config import LOOKS
 from calmatch.core import Method, Task
 
 FORMAT = 2
@@ -28,18 +30,28 @@ TIMM_OWN = ("checkpoint_path", "cache_dir", "features_only", "scriptable", "expo
 
 
 class Network(nn.Module):
-    """Bytes [N, 3, size, size] to logits [N, C], normalisation included."""
+    """Bytes [N, 3, size, size] to logits [N, C], normalisation and looks included."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: nets.Net, method: Method | None, mean: Any, std: Any) -> None:
+    def __init__(
+        self,
+        net: nets.Net,
+        method: Method | None,
+        mean: Any,
+        std: Any,
+        at: Sequence[looks.Look] = (looks.PLAIN,),
+    ) -> None:
         super().__init__()
-        self.net, self.method = net, method
+        self.net, self.method, self.at = net, method, at
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([self._logits(look(images)) for look in self.at]).mean(0)
+
+    def _logits(self, images: Tensor) -> Tensor:
         x = normalise(images, self.mean, self.std)
         if self.method is not None:  # it has an own way to predict
             return self.method.predict(self.net, x)
@@ -72,11 +84,13 @@ def read_note(path: Path) -> dict[str, Any]:
     if not isinstance(note, dict) or note.get("format") not in (1, FORMAT):
         raise ValueError(f"{path} is not a model of format 1 or {FORMAT}; update calmatch?")
     keys = FIRST if note["format"] == 1 else FIRST | set(SECOND)
-    if odd := sorted(keys ^ set(note)):
+    if odd := sorted(keys ^ set(note) - {"looks"}):
         raise ValueError(f"{path}: the entry {odd[0]!r} is missing or not known.")
     for key, fine in _FINE.items():
         if not fine(note[key]):
             raise ValueError(f"{path}: {key} is not what it should be.")
+    if not _fine_looks(note.get("looks", [[0, 0, 0]]), note["size"]):
+        raise ValueError(f"{path}: looks is not what it should be.")
     if not isinstance(note.get("provenance", {}), dict | None):
         raise ValueError(f"{path}: provenance is not what it should be.")
     return note
@@ -89,6 +103,15 @@ def _fine_classes(names: Any) -> bool:
         and all(isinstance(name, str) and 0 < len(name) <= LARGEST["name"] for name in names)
         and all(name.encode(errors="ignore").decode() == name for name in names)  # no surrogates
         and len(set(names)) == len(names)
+    )
+
+
+def _fine_looks(found: Any, size: int) -> bool:
+    return (
+        isinstance(found, list)
+        and 1 <= len(found) <= LOOKS
+        and all(isinstance(one, list) and len(one) == 3 and one[2] in (0, 1) for one in found)
+        and all(type(part) is int and abs(part) < size for one in found for part in one[:2])
     )
 
 
@@ -140,7 +163,8 @@ def _build(text: str, note: Mapping[str, Any], kind: type[Method]) -> Network:
         width = body.eval()(torch.empty(1, 3, note["size"], note["size"])).features.shape[1]
         method = methods.build(note["method"], Task(classes, 1, 1, width, 1, (1,) * classes))
         heads = method.heads()
-    return Network(nets.Net(body, heads), method, note["mean"], note["std"]).eval()
+    at = looks.read(note.get("looks", [looks.PLAIN]))
+    return Network(nets.Net(body, heads), method, note["mean"], note["std"], at).eval()
 
 
 def _find_method(text: str, trust: bool) -> type[Method]:

@@ -47,6 +47,8 @@ class FitOptions:
     no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """All layers learn: the default on a GPU with three labels of every class, or where nothing is
     pretrained."""
+    looks: int | None = None
+    """Looks at a picture whose mean a frozen network predicts; unset: 5; 1 predicts faster."""
     size: int | None = None
     """Pixels of a side in training; unset: from the pictures."""
     steps: int | None = None

@@ -26,6 +26,7 @@ class Wish:
     penalty: str = PENALTY
     net: str | None = None
     frozen: bool | None = None
+    looks: int | None = None
     size: int | None = None
     steps: int | None = None
     hold: float | None = None
@@ -66,6 +67,7 @@ class Plan:
     hold: float  # share of each class's labels that the whole network does not see
     holdout: bool  # the head does not see them either
     most: int  # unlabelled pictures used; 0: all
+    looks: int = 1  # at a picture that is predicted
     notes: tuple[str, ...] = ()
 
 
@@ -80,7 +82,11 @@ def check_wish(wish: Wish) -> None:
     kind = methods.find(wish.method)
     if wish.frozen and kind.heads is not Method.heads:
         raise ValueError(f"{wish.method} has layers of its own; use it with --no-frozen.")
-    check(Config(penalty=wish.penalty, steps=wish.steps or 1, batch=wish.batch or 1))
+    if wish.frozen is False and wish.looks is not None:
+        raise ValueError("--looks are for a frozen network; leave out --no-frozen or --looks.")
+    at = 1 if wish.looks is None else wish.looks
+    asked = Config(penalty=wish.penalty, steps=wish.steps or 1, batch=wish.batch or 1)
+    check(asked.replace(looks=at, frozen=1))
 
 
 def dataset(wish: Wish, plan: Plan, hold: float) -> str:
@@ -135,6 +141,7 @@ def head(wish: Wish, plan: Plan, alone: bool, net: str, features: int) -> Config
     return _config(wish, plan, alone, plan.head_steps, hold).replace(
         net=net,
         frozen=plan.views,
+        looks=plan.looks,
         ratio=7,
         # logits reach the same size whatever the number of steps and features
         lr=round(min(0.05, 0.5 / plan.head_steps * (1280 / features) ** 0.5), 6),

@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from calmatch import heads, methods, nets, spec, trainer
-from calmatch.config import Config
+from calmatch import examples, features, heads, methods, nets, spec, trainer
+from calmatch.augment import looks
+from calmatch.config import LOOKS, Config
 from calmatch.core import Method
 from calmatch.data.files import Images, taken
 from calmatch.data.pictures import Pictures
@@ -48,6 +49,10 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
     whole = not (still if wish.frozen is None else wish.frozen)
     if not whole and not ready:
         notes.append("The frozen network is not pretrained, so its features know nothing.")
+    if whole and wish.looks is not None:
+        notes.append(
+            "The whole network learns, which has one look at a picture, so --looks does nothing."
+        )
     weak, strong, said = views(wish, size, grey(images))
     many = len(found.known) >= HOLD and min(found.counts) >= 5
     # sisters that judge a whole network are trained side by side on CUDA; others have no time
@@ -71,6 +76,7 @@ def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) ->
         hold=hold if whole or wish.hold is not None else 0.0,
         holdout=(whole and many) or wish.hold is not None,
         most=0,
+        looks=1 if whole else wish.looks or LOOKS,
         notes=(*notes, *said),
     )
     return (_of_whole if whole else _of_head)(wish, plan, found, images)
@@ -137,8 +143,10 @@ def _of_head(wish: Wish, plan: Plan, found: Pictures, images: Images) -> Plan:
     seconds = 60 * wish.minutes
     view, step = _head_times(wish, plan, images)
     spare = found.labels.count(-1)
-    allowed = seconds / 2 / view  # views in all
-    most = max(1000, int(allowed / 5) - (len(images) - spare))
+    at = len(looks.chosen(plan.looks, plan.weak))
+    shown = min(spare, examples.POOL)  # predicted for the page at the end
+    allowed = max(0.0, seconds / 2 / view - at * shown)  # views in all
+    most = max(1000, int(allowed / (4 + at)) - (len(images) - spare))
     notes = []
     if most < spare:
         notes.append(
@@ -149,7 +157,7 @@ def _of_head(wish: Wish, plan: Plan, found: Pictures, images: Images) -> Plan:
     steps = int(min(high, max(low, 0.4 * seconds / (2 * (FOLDS + 1)) / step)))
     return dataclasses.replace(
         plan,
-        views=max(2, min(6, int((allowed / number - 1) / 2))),
+        views=max(2, min(6, int((allowed / number - at) / 2))),
         head_steps=wish.steps or steps,
         most=most if most < spare else 0,
         notes=(*plan.notes, *notes),
@@ -160,7 +168,7 @@ def _head_times(wish: Wish, plan: Plan, images: Images) -> tuple[float, float]:
     """Seconds of one view of one picture, and of one step of a head, measured."""
     settings = head(wish, plan, False, plan.net, 1280)
     parts = prepare(settings)
-    view = heads.timed(settings, parts, taken(images, torch.arange(min(64, len(images)))))
+    view = features.timed(settings, parts, taken(images, torch.arange(min(64, len(images)))))
     width = nets.feature_size(parts.net.body, plan.size)
     store = heads.Store([torch.randn(512, 5, width).half().to(parts.device)], 2)
     rows = list(range(min(64, len(parts.split.labelled))))

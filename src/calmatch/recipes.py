@@ -247,6 +247,7 @@ def cifar10_frozen(method: str = METHOD, **changes: Any) -> Config:
     )
 
 
+LONG: dict[str, Any] = {"steps": 6_000, "eval_every": 600, "checkpoint_every": 6_000}
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
     "cifar100_200": functools.partial(cifar100, labels=200),
@@ -262,6 +263,8 @@ RECIPES: Mapping[str, Callable[..., Config]] = {
     "eurosat_pack_40": functools.partial(eurosat_pack, labels=40),
     "cifar10_pack_40": functools.partial(cifar10_pack, labels=40),
     "cifar10_pack_250": functools.partial(cifar10_pack, labels=250),
+    "eurosat_long_40": functools.partial(eurosat_pack, **LONG),
+    "cifar10_long_40": functools.partial(cifar10_pack, **LONG),
     "eurosat_frozen_20": functools.partial(frozen, eurosat_pack, labels=20),
     "eurosat_frozen_40": functools.partial(frozen, eurosat_pack, labels=40),
     "cifar10_frozen_40": functools.partial(cifar10_frozen, labels=40),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from calmatch import checkpoint, evaluate, examples, log, parallel, runfiles, scaled, spec, views
 from calmatch import config as configs
+from calmatch.augment import looks
 from calmatch.config import Config
 from calmatch.data.batches import stream_seed
 from calmatch.environment import environment
@@ -290,6 +291,7 @@ def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     from calmatch import modelfile  # brings networks, seconds that readers of results spare
 
     net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
+    at = looks.chosen(config.looks, config.weak)
     modelfile.write(
         folder,
         net,
@@ -300,6 +302,7 @@ def _write_model(folder: Path, config: Config, parts: Parts) -> None:
         size=parts.size,
         mean=list(statistics[0]),
         std=list(statistics[1]),
+        **({"looks": at} if len(at) > 1 else {}),
         versions=environment(parts.device)["versions"],
         provenance={
             "data": config.dataset,

@@ -17,7 +17,7 @@ from calmatch.capture import Captured
 from calmatch.config import Config
 from calmatch.edge import Asked, Stopped, signals
 from calmatch.environment import deterministic
-from calmatch.heads import freeze
+from calmatch.features import freeze
 from calmatch.setup import Parts, pick_device, prepare
 from calmatch.step import Training
 

@@ -37,8 +37,8 @@ def crop(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
     if not 0 <= pad < min(height, width):
         raise ValueError(f"crop({pad}) does not fit pictures of {height} x {width}.")
     shift = torch.randint(-pad, pad + 1, (2, n, 1), generator=generator, device=images.device)
-    rows = _mirrored(torch.arange(height, device=images.device) + shift[0], height)
-    columns = _mirrored(torch.arange(width, device=images.device) + shift[1], width)
+    rows = mirrored(torch.arange(height, device=images.device) + shift[0], height)
+    columns = mirrored(torch.arange(width, device=images.device) + shift[1], width)
     return _gather(images, rows[:, :, None] * width + columns[:, None, :])
 
 
@@ -126,7 +126,8 @@ def _gather(images: Tensor, index: Tensor) -> Tensor:
     return images.flatten(2).gather(2, flat).view_as(images)
 
 
-def _mirrored(index: Tensor, size: int) -> Tensor:
+def mirrored(index: Tensor, size: int) -> Tensor:
+    """Places outside of a side, reflected into it."""
     return (size - 1 - (size - 1 - index.abs()).abs()).abs()
 
 

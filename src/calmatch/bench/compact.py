@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calmatch import views
 from calmatch.bench import job, trusting
-from calmatch.bench.groups import Found, arrange, held_out, identity, key, load
+from calmatch.bench.groups import ASIDE, Found, arrange, held_out, identity, load
 from calmatch.config import Config
 from calmatch.results import Run
 
@@ -41,8 +41,15 @@ class Kept(NamedTuple):
 
 
 def code(config: Config) -> str:
-    """What tells settings apart, seeds aside."""
-    return hashlib.blake2b(key(config).encode(), digest_size=6).hexdigest()
+    """What tells settings apart, seeds aside; the same when Config gets another field."""
+    own = {name: value for name, value in changed(config).items() if name not in ASIDE}
+    return hashlib.blake2b(json.dumps(own).encode(), digest_size=6).hexdigest()
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """What differs from the usual settings."""
+    usual = Config().dump()
+    return {name: value for name, value in config.dump().items() if value != usual[name]}
 
 
 def collect(paths: Iterable[Path], suite: str | None = None) -> list[dict[str, Any]]:
@@ -83,12 +90,11 @@ def _line(run: Run, other: Run | None, folds: Sequence[Run] | None) -> dict[str,
 
 
 def _framed(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
-    usual = Config().dump()
     moments = [moment["unix"] for moment in job.times(run.folder)]
     there = json.loads((run.folder / "environment.json").read_text("utf-8"))
     return {
         "code": code(run.config),
-        "config": {k: v for k, v in run.config.dump().items() if v != usual[k]},
+        "config": changed(run.config),
         "device": there["device"],
         "versions": there["versions"],
         "seconds": round(moments[-1] - moments[0], 1) if moments else None,

@@ -27,8 +27,11 @@ class Variant(NamedTuple):
     trust: dict[Seeds, dict[str, list[list[float]]]]
 
 
-def variants(group: Group) -> list[Variant]:
-    """Every way in which the runs of a group were judged."""
+def variants(group: Group, names: Sequence[str] | None = None) -> list[Variant]:
+    """Every way in which the runs of a group were judged, or the first of these."""
+    if names is not None:
+        one = judged(group, names)
+        return [one] if one else []
     found = []
     for weights in ("last weights", "averaged"):
         for way in ("", "views", "seeds", "labels"):
@@ -60,15 +63,26 @@ def _part(run: Any, weights: str, way: str) -> dict[str, Any]:
     return {**part, "error": error} if "trust" in part else {}
 
 
-def bar(found: Found, base: str, others: Sequence[str]) -> Table:
-    """Is ECE at most half of the base's last weights' at no higher error? Paired by seed."""
+def bar(
+    found: Found, base: str, others: Sequence[str], title: str = "The bar, %", brief: bool = False
+) -> Table:
+    """Is ECE at most half of the base's last weights' at no higher error? Paired by seed.
+
+    Args:
+        found: the groups.
+        base: the row they are compared with.
+        others: rows.
+        title: of the table.
+        brief: only the base's last weights, and of others what `calmatch fit` keeps.
+    """
     rows = []
     for column in found.columns:
         plain = found.at(base, column)
         first = variants(plain)[0] if plain else None
         for row in (base, *others) if first else ():
             group = found.at(row, column)
-            for one in variants(group) if group else ():
+            names = ([PLAIN] if row == base else CHOSEN) if brief else None
+            for one in variants(group, names) if group else ():
                 rows.append([Entry(column), Entry(row), Entry(one.name), *_against(one, first)])
     heads = ["data", "row", "judged", "error", "ECE", "of its ECE", "ECE change", "error change"]
     note = (
@@ -77,7 +91,7 @@ def bar(found: Found, base: str, others: Sequence[str]) -> Table:
         "and an error that is not higher; `noise` where it is higher, but by an interval that "
         "holds zero."
     )
-    return Table("The bar, %", [*heads, "met"], rows, [note], words=3)
+    return Table(title, [*heads, "met"], rows, [note], words=3)
 
 
 def _against(one: Variant, first: Variant | None) -> list[Entry]:

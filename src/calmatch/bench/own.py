@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from calmatch.bench.rows import Cell, Row, loss_rows, once, plain, suite_of, with_margin
+from calmatch.config import LOOKS
 from calmatch.data.split import FOLDS
 from calmatch.recipes import METHOD, PENALTY
 
@@ -45,8 +46,16 @@ def evidence() -> list[Cell]:
     return once([*itertools.chain(*parts), *rest])
 
 
+def longer() -> list[Cell]:
+    """FreeMatch and what fit does, three times as long: does it change what evidence says?"""
+    return suite_of("longer", ("eurosat_long_40", "cifar10_long_40"), _default, FIVE)
+
+
 CAP = {"penalty": PENALTY}
+LOOKED = f"{METHOD}, looks"
+FITTED = f"{METHOD} + cap, looks"  # the row of what `calmatch fit` does on a CPU
 LABELS = "margin(m='labels')"
+_LOOKS = "the mean of five looks (docs/beyond.md)"
 _SHOWN = "its cap is what the labels can show (docs/beyond.md)"
 
 
@@ -83,7 +92,7 @@ def _beyond_rows(column: str) -> list[Row]:
 
 def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
-    kinds = (_default, _held, _headed, _held_too, _beyond_rows, _slow)
+    kinds = (_default, _held, _looked, _headed, _held_too, _beyond_rows, _slow)
     return once(cell for rows in kinds for cell in suite_of("frozen", FROZEN, rows, FIVE))
 
 
@@ -105,6 +114,15 @@ def _default(column: str) -> list[Row]:
 def _held(column: str) -> list[Row]:
     """The same without each fold of the labels, for a temperature that the labels choose."""
     return _folds(column, _default(column)[::-1])
+
+
+def _looked(column: str) -> list[Row]:
+    """The bar with five looks at a picture that is predicted, as `calmatch fit` takes."""
+    rows = [
+        Row(LOOKED, METHOD, {"looks": LOOKS}, _LOOKS),
+        Row(FITTED, METHOD, {**CAP, "looks": LOOKS}, _LOOKS),
+    ]
+    return [*rows, *_folds(column, rows[1:])]
 
 
 def _held_too(column: str) -> list[Row]:
@@ -155,6 +173,17 @@ def _others(column: str) -> list[Row]:
     return [*_with_cap("simmatch", "mixmatch"), *_rivals(column)]
 
 
+def _margins(column: str) -> list[Row]:
+    """The published margin on those that only have a cap above."""
+    return [with_margin(name, column) for name in THRESHOLDED if name not in (METHOD, "fixmatch")]
+
+
+def _layered(column: str) -> list[Row]:
+    """Methods with layers of their own, which only a whole network can show."""
+    rows = [plain("simmatch"), _own("simmatch", "cap", **CAP), with_margin("simmatch", column)]
+    return [*rows, Row("bam", "bam")]
+
+
 def _with_cap(*methods: str) -> list[Row]:
     return [row for name in methods for row in (plain(name), _own(name, "cap", **CAP))]
 
@@ -177,20 +206,30 @@ _TELLING: Sequence[tuple[str, Callable[[str], list[Row]]]] = (
     ("eurosat_pack_40", _fixed),
     ("eurosat_pack_40", _mixed),
     ("eurosat_pack_20", _mixed),
+    ("eurosat_pack_40", _held),
+    ("eurosat_pack_40", _adaptive),
+    ("eurosat_pack_40", _others),
+    ("eurosat_pack_40", _margins),
     ("cifar10_pack_40", _default),
     ("cifar10_pack_40", _mixed),
     ("cifar10_pack_40", _compared),
     ("cifar10_pack_40", _fixed),
-    ("eurosat_pack_40", _adaptive),
-    ("eurosat_pack_40", _others),
-    ("eurosat_pack_40", _held),
-    ("eurosat_pack_20", _held),
     ("cifar10_pack_40", _held),
-    ("eurosat_pack_20", _fixed),
-    ("eurosat_pack_40", _milder),
     ("cifar10_pack_250", _default),
     ("cifar10_pack_250", _compared),
     ("cifar10_pack_250", _fixed),
+    ("cifar10_pack_250", _layered),
+    ("cifar10_pack_40", _layered),
+    ("eurosat_pack_20", _layered),
+    ("cifar10_pack_40", _adaptive),
+    ("eurosat_pack_20", _fixed),
+    ("eurosat_pack_20", _adaptive),
+    ("cifar10_pack_250", _adaptive),
+    ("cifar10_pack_40", _others),
+    ("eurosat_pack_20", _others),
+    ("cifar10_pack_250", _others),
+    ("eurosat_pack_20", _held),
+    ("eurosat_pack_40", _milder),
 )
 
 

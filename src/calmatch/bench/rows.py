@@ -32,6 +32,7 @@ class Cell(NamedTuple):
         loss = config.unlabelled_loss
         words = [config.method, *(["only", loss] if loss else []), config.penalty]
         words += [f"aware={config.aware:g}"] if config.aware else []
+        words += [f"looks={config.looks}"] if config.looks > 1 else []
         words += [f"fold={config.fold}"] if config.fold else []
         name = "+".join(_slug(word) for word in words if word)
         return Path(self.column) / name / f"seed{self.seed}"
@@ -143,6 +144,7 @@ SOURCES: Mapping[str, str] = {
     **{f"cifar100_lt_wrn_{tail}": _LT_WRN for tail in TAILS},
     **{f"eurosat_pack_{n}": f"{_LITE}; EMA 0.995, packed pictures" for n in (20, 40)},
     **{f"cifar10_pack_{n}": f"as {_LITE}; EMA 0.995, packed pictures" for n in (40, 250)},
+    **{f"{name}_long_40": f"as {name}_pack_40, 6,000 steps" for name in ("eurosat", "cifar10")},
     **{f"eurosat_frozen_{n}": _HEAD for n in (20, 40)},
     **{f"cifar10_frozen_{n}": _HEAD for n in (40, 250)},
     "cifar10_40": _CLASSIC,

@@ -123,6 +123,7 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "cifar10": own.cifar10,
     "beyond": own.beyond,
     "evidence": own.evidence,
+    "longer": own.longer,
     "frozen": own.frozen,
     "wrn": wrn,
     "digits": digits,
