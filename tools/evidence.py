@@ -92,7 +92,7 @@ def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
         except ValueError:
             continue  # none of its runs is there
     if {"evidence", "frozen"} <= there.keys():
-        parts.append(render.markdown([card(there["evidence"], there["frozen"])]))
+        parts += [render.markdown([card(there["evidence"], there["frozen"])]), *_prose("card")]
     for suite, found in there.items():
         parts += section(suite, found, page, made)
     made[page] = "\n".join(parts).encode()
@@ -153,7 +153,7 @@ def card(whole: Found, frozen: Found) -> render.Table:
         if (plain := whole.at(METHOD, column)) and fitted:
             runs = {(draw, draw): run for (_, draw), run in fitted.runs.items()}
             groups += [plain, fitted._replace(row="calmatch fit", runs=runs)]
-    title = "The bar, by what `calmatch fit` does on a card, %"
+    title = "The bar, the way calmatch fit goes on a card, %"
     return evidence.bar(Found(groups, []), METHOD, ["calmatch fit"], title, brief=True)
 
 

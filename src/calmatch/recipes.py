@@ -220,7 +220,7 @@ def cifar10_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
 
 
 def frozen(recipe: Callable[..., Config], method: str = METHOD, **changes: Any) -> Config:
-    """What `calmatch fit` does on a CPU: the last layer learns on stored views of each picture."""
+    """What `calmatch fit` learns on a CPU: the last layer, on stored views of each picture."""
     weak = "flip|crop(8)"
     settings: dict[str, Any] = {
         "frozen": 4,

@@ -107,7 +107,7 @@ def _headed(column: str) -> list[Row]:
 
 
 def _default(column: str) -> list[Row]:
-    """The bar: plain FreeMatch and what `calmatch fit` does."""
+    """The bar: plain FreeMatch and fit's margin."""
     return [plain(METHOD), _own(METHOD, "cap", **CAP)]
 
 
