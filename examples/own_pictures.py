@@ -37,10 +37,10 @@ def make_pictures(folder: Path, archive: Path | None) -> dict[str, str]:
     return truth
 
 
-def label_a_few(truth: dict[str, str], path: Path, each: int = 4) -> None:
+def label_a_few(truth: dict[str, str], path: Path, each: int = 4, draw: int = 1) -> None:
     """What a person does by hand: look at a few pictures and write down what is on them."""
     files = sorted(truth)
-    random.Random(1).shuffle(files)
+    random.Random(draw).shuffle(files)
     with path.open("w", newline="") as table:
         writer = csv.writer(table)
         writer.writerow(["file", "label"])
