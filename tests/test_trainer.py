@@ -142,6 +142,8 @@ def test_ema_follows_the_weights_and_copies_counters(tiny):
     [
         ({"steps": 0}, "steps must be at least 1"),
         ({"lr": -1.0}, "lr must be at least 0"),
+        ({"looks": 6, "frozen": 1}, "looks must be at most 5"),
+        ({"looks": 5}, "looks are for a frozen network"),
         ({"lr": float("nan")}, "finite"),
         ({"lr": "fast"}, "it takes a number"),
         ({"ema": 1.5}, "between 0 and 1"),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from record import put
 
-from calmatch import fit, metrics, model, plan, posthoc
+from calmatch import evaluate, fit, model, plan, posthoc
 from calmatch.data import pictures
 from calmatch.data.files import taken
 
@@ -35,25 +35,19 @@ def judged(truth: dict[str, str], place: Path, draw: int, minutes: float) -> lis
     table, folder = place / f"labels{draw}.csv", place / f"run{draw}"
     run = fit.fit(plan.Wish(place / "pictures", table, minutes=minutes, device="cpu"), folder)
     loaded = model.load(folder)
-    images, found = pictures.decoded(pictures.read(place / "pictures", table, False), loaded.size)
-    rest = torch.tensor([k for k, own in enumerate(found.labels) if own < 0])
+    images, seen = pictures.decoded(pictures.read(place / "pictures", table), loaded.size)
+    rest = torch.tensor([k for k, own in enumerate(seen.labels) if own < 0])
     logits = torch.cat([loaded.logits(taken(images, some)) for some in rest.split(512)])
-    right = [loaded.classes.index(truth[found.names[k]]) for k in rest.tolist()]
+    right = [loaded.classes.index(truth[seen.names[k]]) for k in rest.tolist()]
     with np.load(folder / "predictions.npz") as held:
         z, y = torch.from_numpy(held["raw_log_probs"]), torch.from_numpy(held["labels"])
     likely = posthoc.crossfit_temperature(z, y)
     labels = torch.tensor(right)
-    error = float((logits.argmax(1) != labels).double().mean())
-    told = [_ece(scale(logits), labels) for scale in (_as_it_is, loaded.calibration, likely)]
-    return [100 * error, 100 * run.result["metrics"]["error"]["value"], *(100 * e for e in told)]
-
-
-def _as_it_is(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1)
-
-
-def _ece(log_probs: Tensor, labels: Tensor) -> float:
-    return float(metrics.summary(log_probs.double().exp(), labels)["ece"].value)
+    scales = (posthoc.Scaling("identity"), loaded.calibration, likely)
+    true = [evaluate.measure(scale(logits).float(), labels) for scale in scales]
+    estimated = run.result["metrics"]["error"]["value"]
+    found = [true[0]["error"].value, estimated, *(one["ece"].value for one in true)]
+    return [100 * value for value in found]
 
 
 def main() -> None:
@@ -75,10 +69,7 @@ def main() -> None:
     for name, numbers in zip(ROWS, found.T, strict=True):
         shown = " | ".join(f"{value:.1f}" for value in (*numbers, numbers.mean()))
         lines.append(f"| {name} | {shown} |")
-    before, rest = PAGE.read_text("utf-8").split("<!-- draws -->")
-    after = rest.split("<!-- /draws -->")[1]
-    made = "\n".join(["<!-- draws -->", *lines, "<!-- /draws -->"])
-    PAGE.write_text(before + made + after, "utf-8")
+    put(PAGE, "draws", "\n".join(lines))
     print("\n".join(lines))
 
 

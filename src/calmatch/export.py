@@ -21,7 +21,8 @@ TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilitie
 BEFORE = (
     "As calmatch.data.files.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
     "{size} by Pillow's bilinear filter (antialiased), keeping the aspect; {size} x {size} cut out "
-    "of the centre; uint8 [N, 3, {size}, {size}]. Normalisation, looks and calibration are in it."
+    "of the centre; uint8 [N, 3, {size}, {size}]. "
+    "Normalisation, looks and calibration are in the model."
 )
 
 

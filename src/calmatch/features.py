@@ -31,7 +31,8 @@ def freeze(config: Config, parts: Parts, quiet: bool = False, kept: bool = True)
     """Compute (or find in the cache) the features of a run's network as it is now.
 
     Args:
-        config: `frozen` says how many weak and how many strong views each picture gets.
+        config: `frozen` says how many weak and how many strong views each picture gets, `looks`
+            how many looks are averaged for the picture as it is.
         parts: of a run with the whole network.
         quiet: no progress bar.
         kept: keep the features in the cache.

@@ -1,4 +1,4 @@
-"""A frozen network: views of every picture are computed once as features, the last layer learns.
+"""A frozen network: the last layer learns from stored features, a few views of every picture.
 
 Stored features pass for pictures of one pixel and many channels, so the batches, the loop and the
 evaluation are the ones that whole networks use.

@@ -89,7 +89,7 @@ def read_note(path: Path) -> dict[str, Any]:
     for key, fine in _FINE.items():
         if not fine(note[key]):
             raise ValueError(f"{path}: {key} is not what it should be.")
-    if not _fine_looks(note.get("looks", [[0, 0, 0]]), note["size"]):
+    if "looks" in note and not _fine_looks(note["looks"], note["size"]):
         raise ValueError(f"{path}: looks is not what it should be.")
     if not isinstance(note.get("provenance", {}), dict | None):
         raise ValueError(f"{path}: provenance is not what it should be.")

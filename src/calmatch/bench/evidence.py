@@ -27,11 +27,8 @@ class Variant(NamedTuple):
     trust: dict[Seeds, dict[str, list[list[float]]]]
 
 
-def variants(group: Group, names: Sequence[str] | None = None) -> list[Variant]:
-    """Every way in which the runs of a group were judged, or the first of these."""
-    if names is not None:
-        one = judged(group, names)
-        return [one] if one else []
+def variants(group: Group) -> list[Variant]:
+    """Every way in which the runs of a group were judged."""
     found = []
     for weights in ("last weights", "averaged"):
         for way in ("", "views", "seeds", "labels"):
@@ -81,9 +78,10 @@ def bar(
         first = variants(plain)[0] if plain else None
         for row in (base, *others) if first else ():
             group = found.at(row, column)
-            names = ([PLAIN] if row == base else CHOSEN) if brief else None
-            for one in variants(group, names) if group else ():
-                rows.append([Entry(column), Entry(row), Entry(one.name), *_against(one, first)])
+            kept = judged(group, [PLAIN] if row == base else CHOSEN)
+            for one in variants(group) if group else ():
+                if one == kept or not brief:
+                    rows.append([Entry(column), Entry(row), Entry(one.name), *_against(one, first)])
     heads = ["data", "row", "judged", "error", "ECE", "of its ECE", "ECE change", "error change"]
     note = (
         "Changes against the last weights of plain FreeMatch, mean and 95 % Student interval over "

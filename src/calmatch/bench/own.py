@@ -23,6 +23,9 @@ THRESHOLDED = (
 )
 
 
+LAYERED = ("simmatch", "bam")  # have layers of their own
+
+
 def eurosat() -> list[Cell]:
     """EuroSAT: eight methods without margin, with the published one and a cap of 0.98; losses."""
     return suite_of("eurosat", ("eurosat_pack_40", "eurosat_pack_20"), _evidence_rows, FIVE)
@@ -101,9 +104,8 @@ FROZEN = ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40", "cifar1
 
 def _headed(column: str) -> list[Row]:
     """Rows whose method has no layers of its own, which a frozen network could not train."""
-    own = ("simmatch", "bam")
     rows = [*_compared(column), *_fixed(column), *_evidence_rows(column), *_capped(column)]
-    return [row for row in rows if row.method not in own]
+    return [row for row in rows if row.method not in LAYERED]
 
 
 def _default(column: str) -> list[Row]:
@@ -174,14 +176,13 @@ def _others(column: str) -> list[Row]:
 
 
 def _margins(column: str) -> list[Row]:
-    """The published margin on those that only have a cap above."""
-    return [with_margin(name, column) for name in THRESHOLDED if name not in (METHOD, "fixmatch")]
+    """The published margin on every method."""
+    return [row for row in _evidence_rows(column) if row.name.endswith(" + margin")]
 
 
 def _layered(column: str) -> list[Row]:
     """Methods with layers of their own, which only a whole network can show."""
-    rows = [plain("simmatch"), _own("simmatch", "cap", **CAP), with_margin("simmatch", column)]
-    return [*rows, Row("bam", "bam")]
+    return [row for row in _evidence_rows(column) if row.method in LAYERED]
 
 
 def _with_cap(*methods: str) -> list[Row]:
