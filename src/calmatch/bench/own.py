@@ -12,6 +12,7 @@ from calmatch.data.split import FOLDS
 from calmatch.recipes import METHOD, PENALTY
 
 FIVE = (0, 1, 2, 3, 4)
+TWENTY = tuple(range(20))
 THRESHOLDED = (
     "fixmatch",
     "flexmatch",
@@ -97,6 +98,12 @@ def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
     kinds = (_default, _held, _looked, _headed, _held_too, _beyond_rows, _slow)
     return once(cell for rows in kinds for cell in suite_of("frozen", FROZEN, rows, FIVE))
+
+
+def draws() -> list[Cell]:
+    """The bar of a frozen network on twenty draws of labels: FreeMatch, what fit does, between."""
+    kinds = (_default, _looked)
+    return once(cell for rows in kinds for cell in suite_of("draws", FROZEN, rows, TWENTY))
 
 
 FROZEN = ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40", "cifar10_frozen_250")

@@ -125,6 +125,7 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "evidence": own.evidence,
     "longer": own.longer,
     "frozen": own.frozen,
+    "draws": own.draws,
     "wrn": wrn,
     "digits": digits,
 }
