@@ -30,6 +30,7 @@ from calmatch import (
     plan,
     planning,
     posthoc,
+    recipes,
     trainer,
 )
 from calmatch.augment import looks
@@ -241,6 +242,33 @@ def test_a_frozen_run_equals_its_joined_network(tmp_path, number):
     ours = parts.judged.eval()((plain - _mean(frozen)) / _std(frozen)).logits
     theirs = model.load(run.folder).logits(images)
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["simmatch", "comatch", "bam", "crmatch"])
+def test_layers_of_a_method_learn_from_stored_features_too(tmp_path, method):
+    """The run's model predicts as the run did, unless it would need those layers."""
+    config = recipes.digits_40(method, ema=0.5, steps=4, eval_every=4, chunk=2)
+    config = config.replace(net="small(width=2)", device="cpu", frozen=1)
+    if method == "crmatch":
+        with pytest.raises(ValueError, match="crmatch turns pictures"):
+            trainer.train(config, tmp_path / "run", quiet=True)
+        return
+    run = trainer.train(config, tmp_path / "run", quiet=True)
+    frozen = features.freeze(config, prepare(config), True)
+    parts = frozen.parts(frozen.base.split)
+    before = [layer.detach().clone() for layer in parts.net.heads.parameters()]
+    trainer.learn(config, parts)
+    after = list(parts.net.heads.parameters())
+    assert before and not any(map(torch.equal, before, after))
+    if method == "bam":
+        assert not (run.folder / "model.json").exists()
+        with pytest.raises(ValueError, match="no model"):
+            model.load(run.folder)
+        return
+    images = next(frozen.base.sets["test"][0].batches(20))
+    found = model.load(run.folder).probabilities(images).log()
+    wanted = torch.from_numpy(np.load(run.folder / "predictions.npz")["log_probs"][:20])
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
 
 
 def _mean(frozen: heads.Frozen) -> torch.Tensor:

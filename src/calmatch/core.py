@@ -78,6 +78,7 @@ class Method(nn.Module):
     losses: Mapping[str, str] = {"labelled": "cross_entropy", "unlabelled": "cross_entropy"}
     ema: float = 0.0
     optim: Mapping[str, Mapping[str, float]] = {}
+    turns: bool = False  # turns pictures, so that stored features cannot stand for them
     threshold: float = 0.0  # fixed confidence from which guesses are trusted; 0: none is fixed
     picture: tuple[int, ...] = (3, 32, 32)  # shape of one picture; set before the first draws
 

@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from calmatch import methods, nets
 from calmatch.config import Config
-from calmatch.core import Output, Task, Transform
+from calmatch.core import Method, Output, Task, Transform
 from calmatch.data import cache
 from calmatch.data.batches import Batches
 from calmatch.data.resident import Resident, Source
@@ -151,14 +151,14 @@ class Frozen:
             counts=tuple(int((own == k).sum()) for k in range(classes)),
         )
         method = methods.build(config.method, task)
-        if method.heads():
+        if method.turns:
             raise ValueError(
-                f"{config.method} has layers of its own, which a frozen network cannot train; "
-                f"use freematch, or train the whole network (--no-frozen)."
+                f"{config.method} turns pictures, which stored features cannot show; "
+                f"use freematch, or train the whole network (--frozen 0)."
             )
         method.picture = (features, 1, 1)
         method.threshold = base.method.threshold  # which may know of a margin
-        net = nets.Net(Head(features, classes), {}).to(device)
+        net = nets.Net(Head(features, classes), method.heads()).to(device)
         momentum = method.ema if config.ema is None else config.ema
         own_pool = split.unlabelled == base.split.unlabelled
         pool = base.batches.sources["u"] if own_pool else None
@@ -195,9 +195,15 @@ class Frozen:
         made.whole = functools.partial(self.joined, made)
         return made
 
-    def joined(self, parts: Parts) -> tuple[nets.Net, Statistics]:
-        """The whole network with a trained head, and the statistics of its pictures."""
-        net = copy.deepcopy(self.base.net)
+    def joined(self, parts: Parts) -> tuple[nets.Net, Statistics] | None:
+        """The whole network with a trained head, and the statistics of its pictures.
+
+        Layers of the method's own learned from scaled features and stay behind; None where it
+        predicts with them.
+        """
+        if type(parts.method).predict is not Method.predict:
+            return None
+        net = nets.Net(copy.deepcopy(self.base.net.body), {})
         last = nets.classifier(net.body, self.store.width, len(self.base.classes))
         head = parts.judged.body
         assert isinstance(head, Head)

@@ -290,7 +290,10 @@ def _agreement(last: Mapping[str, Any], config: Config, parts: Parts) -> dict[st
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     from calmatch import modelfile  # brings networks, seconds that readers of results spare
 
-    net, statistics = parts.whole() if parts.whole else (parts.judged, parts.statistics)
+    found = parts.whole() if parts.whole else (parts.judged, parts.statistics)
+    if found is None:
+        return
+    net, statistics = found
     at = looks.chosen(config.looks, config.weak)
     modelfile.write(
         folder,

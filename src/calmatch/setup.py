@@ -42,7 +42,7 @@ class Parts:
     size: int
     title: str
     notes: list[str]
-    whole: Callable[[], tuple[nets.Net, Statistics]] | None = None  # of a frozen network's head
+    whole: Callable[[], tuple[nets.Net, Statistics] | None] | None = None  # of a frozen one's head
 
     @property
     def judged(self) -> nets.Net:

@@ -110,9 +110,7 @@ FROZEN = ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40", "cifar1
 
 
 def _headed(column: str) -> list[Row]:
-    """Rows whose method has no layers of its own, which a frozen network could not train."""
-    rows = [*_compared(column), *_fixed(column), *_evidence_rows(column), *_capped(column)]
-    return [row for row in rows if row.method not in LAYERED]
+    return [*_compared(column), *_fixed(column), *_evidence_rows(column), *_capped(column)]
 
 
 def _default(column: str) -> list[Row]:

@@ -12,6 +12,7 @@ from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
 class CRMatch(Method):
     """FixMatch that keeps features of both views apart and guesses how a picture was turned."""
 
+    turns = True
     u_views = ("weak", "strong", "weak")  # the third is turned four ways
 
     def __init__(self, task: Task, *, threshold: float = 0.95, weight: float = 1.0) -> None:

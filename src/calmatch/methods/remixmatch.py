@@ -14,6 +14,7 @@ from calmatch.methods.mixmatch import MixMatch
 class ReMixMatch(MixMatch):
     """MixMatch with aligned guesses, strong views and a guess of how a picture was turned."""
 
+    turns = True
     u_views = ("weak", "strong", "strong")
     losses = {"labelled": "cross_entropy", "unlabelled": "cross_entropy"}
 
