@@ -259,7 +259,8 @@ def test_layers_of_a_method_learn_from_stored_features_too(tmp_path, method):
     before = [layer.detach().clone() for layer in parts.net.heads.parameters()]
     trainer.learn(config, parts)
     after = list(parts.net.heads.parameters())
-    assert before and not any(map(torch.equal, before, after))
+    assert before
+    assert not any(map(torch.equal, before, after))
     if method == "bam":
         assert not (run.folder / "model.json").exists()
         with pytest.raises(ValueError, match="no model"):
