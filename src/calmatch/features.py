@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import random
 import time
 from collections.abc import Mapping
 
@@ -61,18 +62,20 @@ def _features(
     width = nets.feature_size(net, parts.size)
     key = _key(net, images, config, views) if kept else ""
     at = len(looks.chosen(config.looks, config.weak))
-    blocks: list[Tensor | cache.Mapped] = []
-    for number, start in enumerate(range(0, len(images), BLOCK)):
-        rows = torch.arange(start, min(start + BLOCK, len(images)))
+    found: dict[int, Tensor | cache.Mapped] = {}
+    numbers = range(-(-len(images) // BLOCK))
+    for number in random.Random().sample(numbers, len(numbers)):  # others may build them too
+        rows = torch.arange(number * BLOCK, min((number + 1) * BLOCK, len(images)))
         shape, before = (len(rows), 1 + 2 * views, width), bar.done
         fill = functools.partial(_fill, net, parts, config, images, rows, bar)
         if kept:
-            blocks.append(cache.mapped(f"features-{key}-{number}", shape, fill, np.float16))
+            found[number] = cache.mapped(f"features-{key}-{number}", shape, fill, np.float16)
         else:
             array = np.zeros(shape, np.float16)
             fill(array)
-            blocks.append(torch.from_numpy(array))
+            found[number] = torch.from_numpy(array)
         bar.advance(before + len(rows) * (shape[1] - 1 + at) - bar.done)  # what was in the cache
+    blocks = [found[number] for number in numbers]
     if parts.device.type == "cpu":
         return Store(blocks, views)
     shape = (len(images), *tensor(blocks[0]).shape[1:])
@@ -104,7 +107,7 @@ def _fill(
         if place:
             chance = Generator(device).manual_seed(stream_seed(config.seed, 7, place, number))
             made = pipelines[VIEWS[(place - 1) // views]](pictures, chance)
-        size = 32 if device.type == "cpu" else 256  # what fits a CPU's cache
+        size = nets.at_once(device)
         for start in range(0, len(made), size):
             seen = []
             for look in at if place == 0 else [looks.PLAIN]:

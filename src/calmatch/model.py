@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from calmatch import checkpoint, posthoc
+from calmatch import checkpoint, nets, posthoc
 from calmatch.modelfile import FORMAT, LICENCE, Network, read_network, read_note
 from calmatch.posthoc import Conformal, Scaling, Selective
 
@@ -44,8 +44,11 @@ class Model:
         return self
 
     @torch.inference_mode()
-    def logits(self, images: Tensor, batch: int = 256) -> Tensor:
-        """Uncalibrated logits [N, C] of uint8 pictures [N, 3, size, size], on the CPU."""
+    def logits(self, images: Tensor, batch: int | None = None) -> Tensor:
+        """Uncalibrated logits [N, C] of uint8 pictures [N, 3, size, size], on the CPU.
+
+        `batch` pictures are computed together; unset: 32 on a CPU, 256 on a card.
+        """
         wanted = (3, self.size, self.size)
         if images.dtype != torch.uint8 or tuple(images.shape[1:]) != wanted:
             raise ValueError(
@@ -55,11 +58,11 @@ class Model:
         device = self.network.mean.device
         found = [torch.empty(0, len(self.classes))]
         with _full_precision():
-            for some in images.split(batch):
+            for some in images.split(batch or nets.at_once(device)):
                 found.append(self.network(some.to(device)).float().cpu())
         return torch.cat(found)
 
-    def probabilities(self, images: Tensor, batch: int = 256) -> Tensor:
+    def probabilities(self, images: Tensor, batch: int | None = None) -> Tensor:
         """Calibrated probabilities [N, C] of uint8 pictures [N, 3, size, size], on the CPU."""
         return self.calibration(self.logits(images, batch)).exp()
 
@@ -129,6 +132,7 @@ def load(folder: Path | str, *, device: str | torch.device = "cpu", trust: bool 
         provenance=note.get("provenance") or {},
         note=note,
     )
+    model.network.to(memory_format=torch.channels_last)  # twice as fast on a CPU
     return model.to(device)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+KEPT = 30 * 24 * 3600  # seconds that an array stays after its last use
 
 
 def folder() -> Path:
@@ -71,7 +76,11 @@ def mapped(
     mistaken for a finished one, and two processes that build the same array do not clash.
     """
     path = folder() / f"{key}.npy"
-    if not path.exists():
+    if path.exists():
+        with contextlib.suppress(OSError):  # another's cache, which we may only read
+            os.utime(path)
+    else:
+        _sweep()
         draft = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             made = np.lib.format.open_memmap(draft, mode="w+", dtype=dtype, shape=shape)
@@ -88,3 +97,13 @@ def mapped(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it
         return Mapped(torch.from_numpy(found), found._mmap)
+
+
+def _sweep() -> None:
+    """Remove arrays that nobody used for long, their notes, and what interrupted builds left."""
+    for path in folder().iterdir():
+        with contextlib.suppress(OSError):  # another process was faster, or it is not ours
+            old = path.suffix in (".npy", ".part") and time.time() - path.stat().st_mtime > KEPT
+            if old:
+                path.unlink()
+                path.with_suffix(".json").unlink(missing_ok=True)

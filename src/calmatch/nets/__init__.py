@@ -81,6 +81,11 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
     return built
 
 
+def at_once(device: torch.device) -> int:
+    """How many pictures a network predicts together: on a CPU what fits its cache."""
+    return 32 if device.type == "cpu" else 256
+
+
 @torch.no_grad()
 def feature_size(net: nn.Module, size: int) -> int:
     """Width of the features, found with one black picture."""
