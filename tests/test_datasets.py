@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -264,6 +266,24 @@ def test_an_interrupted_cache_build_is_not_mistaken_for_a_finished_one(tmp_path)
     assert not list((tmp_path / "cache").iterdir())
     whole = cache.array("key", (4, 3, 2, 2), lambda pictures: pictures.fill(9))
     assert int(whole.min()) == 9
+
+
+def test_arrays_that_nobody_used_for_long_leave_the_cache(tmp_path):
+    def make(key: str) -> torch.Tensor:
+        return cache.array(key, (1, 3, 2, 2), lambda pictures: pictures.fill(9))
+
+    folder, long_ago = tmp_path / "cache", time.time() - 2 * cache.KEPT
+    for key in ("used", "unused"):
+        make(key)
+        cache.note(folder / f"{key}.json", [])
+    (folder / ".half.npy.1.part").touch()
+    (folder / "data").mkdir()  # downloads are not ours to remove
+    for path in folder.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    make("used")
+    make("new")
+    kept = sorted(path.name for path in folder.iterdir())
+    assert kept == ["data", "new.npy", "used.json", "used.npy"]
 
 
 def test_two_processes_building_the_same_cache_do_not_clash(tmp_path):

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
 KEPT = 30 * 24 * 3600  # seconds that an array stays after its last use
 
 
