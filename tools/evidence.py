@@ -23,7 +23,7 @@ from calmatch.bench import compact, comparisons, evidence, figures, published, r
 from calmatch.bench.figures.style import LOOK
 from calmatch.bench.figures.trust import draw_trust, prepare_trust
 from calmatch.bench.groups import Found
-from calmatch.bench.own import FITTED, LOOKED
+from calmatch.bench.own import CLOSER, FITTED, LOOKED
 from calmatch.recipes import METHOD
 
 ROOT = Path(__file__).parent.parent
@@ -181,7 +181,7 @@ def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list
         draw_trust(drawn, prepare_trust(found, shown))
     png = figures.encode(drawn, ".png")
     words = "Confidence and the share that is right"
-    others = [CAPPED, LOOKED, FITTED]
+    others = [CAPPED, LOOKED, CLOSER, FITTED]
     return [
         _figure(page, made, f"trust_{suite}", png, words, "png"),
         render.markdown([evidence.bar(found, METHOD, others)]),

@@ -21,7 +21,7 @@ from calmatch import heads, judge, methods, model, posthoc, trainer, vectors
 from calmatch.config import Config, check
 from calmatch.data.pictures import SIZES
 from calmatch.fit import fit
-from calmatch.plan import Wish
+from calmatch.plan import Wish, penalty
 
 Array = NDArray[Any]
 
@@ -35,7 +35,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     Args:
         method: who teaches whom, a name of `calmatch methods`.
-        penalty: what keeps confidence in bounds, `"margin"` for example; "": nothing.
+        penalty: what keeps confidence in bounds, `"margin"` for example; None: as `calmatch fit`
+            chooses; "": nothing.
         net: of pictures; None: a pretrained one if it can be had and they are large enough.
         frozen: of pictures; whether only the last layer learns; None: on a CPU, if pretrained.
         looks: of pictures; looks at one whose mean a frozen network predicts; None: 5.
@@ -53,7 +54,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(
         self,
         method: str = "freematch",
-        penalty: str = "margin(cap=0.98)",
+        penalty: str | None = None,
         *,
         net: str | None = None,
         frozen: bool | None = None,
@@ -119,7 +120,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         steps = self.steps or 300
         config = Config(
             method=methods.paced(self.method, steps),
-            penalty=self.penalty if semi else "",
+            penalty=penalty(self.penalty) if semi else "",
             steps=steps,
             batch=64,
             ratio=3,

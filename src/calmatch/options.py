@@ -38,8 +38,9 @@ class FitOptions:
     """A model to start from, made by fit or train, with new labels or pictures."""
     method: str = "freematch"
     """Who teaches whom: a name of `calmatch methods`."""
-    penalty: str = "margin(cap=0.98)"
-    """What keeps confidence in bounds while learning."""
+    penalty: str | None = None
+    """What keeps confidence in bounds while learning; unset: margin(cap=0.98), with several looks
+    margin(cap=0.995); "": nothing."""
     net: str | None = None
     """The network: a name of `calmatch nets`; unset: a pretrained one if it can be had."""
     frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -10,7 +10,7 @@ from typing import Any
 from calmatch import methods, spec
 from calmatch.config import Config, check
 from calmatch.core import Method
-from calmatch.recipes import METHOD, PENALTY
+from calmatch.recipes import METHOD, MILD, PENALTY
 from calmatch.setup import pick_device
 
 
@@ -23,7 +23,7 @@ class Wish:
     minutes: float = 10.0
     start: Path | None = None
     method: str = METHOD
-    penalty: str = PENALTY
+    penalty: str | None = None
     net: str | None = None
     frozen: bool | None = None
     looks: int | None = None
@@ -85,7 +85,7 @@ def check_wish(wish: Wish) -> None:
     if wish.frozen is False and wish.looks is not None:
         raise ValueError("--looks are for a frozen network; leave out --no-frozen or --looks.")
     at = 1 if wish.looks is None else wish.looks
-    asked = Config(penalty=wish.penalty, steps=wish.steps or 1, batch=wish.batch or 1)
+    asked = Config(penalty=wish.penalty or "", steps=wish.steps or 1, batch=wish.batch or 1)
     check(asked.replace(looks=at, frozen=1))
 
 
@@ -104,13 +104,18 @@ def dataset(wish: Wish, plan: Plan, hold: float) -> str:
     return spec.write(spec.Spec("pictures", (), arguments))
 
 
+def penalty(asked: str | None, looks: int = 1) -> str:
+    """What was asked for, or what suits so many looks."""
+    return (MILD if looks > 1 else PENALTY) if asked is None else asked
+
+
 def _config(wish: Wish, plan: Plan, alone: bool, steps: int, hold: float) -> Config:
     semi = bool(methods.find(wish.method).u_views) and not alone
     return Config(
         dataset=dataset(wish, plan, hold),
         labels=0,
         method="supervised" if alone else methods.paced(wish.method, steps),
-        penalty=wish.penalty if semi else "",
+        penalty=penalty(wish.penalty, plan.looks) if semi else "",
         net=plan.net,
         weak=plan.weak,
         strong=plan.strong,
