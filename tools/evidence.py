@@ -207,7 +207,7 @@ def _there(*found: render.Table | None) -> list[render.Table]:
 
 def readme(text: str, files: list[Path]) -> str:
     """The README with its table of sure predictions made anew."""
-    found = evidence.named(compact.read(files, "frozen"), NAMES)
+    found = evidence.named(compact.read(files, "draws"), NAMES)
     table = render.markdown([evidence.short(found, METHOD, FITTED)]).split("\n", 2)[2].strip()
     pattern = r"(<!-- evidence -->\n).*?(<!-- /evidence -->)"
     return re.sub(pattern, lambda part: f"{part[1]}{table}\n{part[2]}", text, flags=re.DOTALL)
