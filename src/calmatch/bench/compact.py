@@ -15,6 +15,7 @@ from torch import Tensor
 from calmatch import views
 from calmatch.bench import job, trusting
 from calmatch.bench.groups import ASIDE, Found, arrange, held_out, identity, load
+from calmatch.bench.suites import cells
 from calmatch.config import Config
 from calmatch.results import Run
 
@@ -126,5 +127,12 @@ def kept(paths: Sequence[Path]) -> list[Kept]:
 
 
 def read(paths: Sequence[Path], suite: str | None = None) -> Found:
-    """Groups from files of lines; runs that only judged a fold of the labels are no rows."""
-    return arrange([run for run in kept(paths) if not run.config.fold], [], suite)
+    """Groups from files of lines; runs that only judged a fold of the labels are no rows.
+
+    Of a suite its own seeds only, so that its rows can be compared: another may have drawn more.
+    """
+    runs = [run for run in kept(paths) if not run.config.fold]
+    if suite:
+        own = {(cell.config.seed, cell.config.split_seed) for cell in cells(suite)}
+        runs = [run for run in runs if (run.config.seed, run.config.split_seed) in own]
+    return arrange(runs, [], suite)
