@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -371,3 +372,16 @@ def test_runs_together_must_differ_in_seed_only_and_need_own_folders(tiny, tmp_p
         trainer.together([tiny(), tiny(lr=0.1)], [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(ValueError, match="a folder each"):
         trainer.together([tiny(), tiny(seed=1)], [tmp_path / "a", tmp_path / "a"])
+
+
+def test_a_process_compiles_every_run_however_many_it_makes(tiny, tmp_path, monkeypatch):
+    from torch._dynamo import config
+
+    made = torch.nn.Module.compile  # by no C++ compiler: not every machine has one
+    eager = functools.partialmethod(made, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", eager)
+    monkeypatch.setattr(config, "recompile_limit", 1)
+    monkeypatch.setattr(config, "accumulated_recompile_limit", 1)
+    for batch in (8, 4):  # a version of the step each
+        run = train(tiny(batch=batch, steps=2, compile=True), tmp_path / str(batch), quiet=True)
+        assert run.result["steps"] == 2

@@ -17,6 +17,7 @@ from calmatch import parallel
 
 VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # without a fixed one cuBLAS may choose other sums each time
+COMPILED = 1_000  # versions of a function that a process may compile
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -125,3 +126,11 @@ def _compiler() -> Iterator[None]:
         return
     with config.patch(deterministic=True):
         yield
+
+
+def many_runs() -> None:
+    """Let a process compile the step of every run it makes; a compiler stops at eight versions."""
+    from torch._dynamo import config
+
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(config, name, max(COMPILED, getattr(config, name)))
