@@ -9,7 +9,7 @@ import time
 import pytest
 
 import fabricated
-from calmatch.bench import comparisons, groups, measures, render, suites, tables
+from calmatch.bench import chosen, comparisons, groups, measures, render, suites, tables
 from calmatch.cli import main
 from calmatch.config import Config
 from conftest import calmatch
@@ -89,6 +89,28 @@ def test_both_protocols_stand_side_by_side(make):
     assert row["error, best on test"] == "8.00 ± 0.00"
     assert row["ECE, same step"] == "4.00 ± 0.00"
     assert row["flattered by"] == "3.00 ± 1.00"
+    assert "LEAKY" in table.notes[0]
+
+
+def test_a_margin_is_judged_at_the_last_step_and_at_the_one_that_the_test_set_chooses(tmp_path):
+    for method in ("fixmatch", "freematch"):
+        for seed in (0, 1):
+            config = Config(method=method, seed=seed)
+            fabricated.run(tmp_path / f"{method}{seed}", config)  # ECE 5 %, 4 % at the best step
+            fabricated.run(
+                tmp_path / f"{method}{seed}m",
+                config.replace(penalty="margin(m=10)"),
+                ece=0.05 + 0.01 * (1 + seed),
+                best={"ece": 0.04 - 0.01},
+            )
+    found = groups.gather([tmp_path])
+    table = chosen.selection(found, "freematch", [found.rows[-1].rpartition(" + ")[2]])
+    assert [row[0].partition(" + ")[0] for row in text(table)] == ["freematch", "all"]
+    alone, every = (dict(zip(table.heads, row, strict=True)) for row in text(table))
+    assert (alone["pairs"], every["pairs"]) == ("2", "4")
+    assert alone["ECE, last step"] == "+1.50 (+1.00 to +2.00), 0 of 2"  # it harms ...
+    assert alone["ECE, best on test"].startswith("-1.00")  # ... where nobody peeks
+    assert every["ECE, best on test"].endswith("4 of 4")
     assert "LEAKY" in table.notes[0]
 
 

@@ -19,11 +19,20 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from calmatch import checkpoint
-from calmatch.bench import compact, comparisons, evidence, figures, published, render, tables
+from calmatch.bench import (
+    chosen,
+    compact,
+    comparisons,
+    evidence,
+    figures,
+    published,
+    render,
+    tables,
+)
 from calmatch.bench.figures.style import LOOK
 from calmatch.bench.figures.trust import draw_trust, prepare_trust
 from calmatch.bench.groups import Found
-from calmatch.bench.own import CLOSER, FITTED, LOOKED
+from calmatch.bench.own import CLOSER, FITTED, LOOKED, MILDER
 from calmatch.recipes import METHOD
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +127,7 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     shown[0] = shown[0]._replace(notes=[*shown[0].notes, tables.seeds_note(found)])
     parts.append(render.markdown(shown))
     parts += _folded("Every quantity of each setting", hidden)
+    parts.append(render.markdown(_there(chosen.selection(found, METHOD, ("margin", "cap")))))
     parts.append(render.markdown(_there(comparisons.ranks(found))))
     parts += _folded("Paired differences", _there(comparisons.differences(found)))
     parts += _folded("Temperatures with and without labels", [evidence.free(found)])
@@ -180,7 +190,7 @@ def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list
         draw_trust(drawn, prepare_trust(found, shown))
     png = figures.encode(drawn, ".png")
     words = "Confidence and the share that is right"
-    others = [CAPPED, LOOKED, CLOSER, FITTED]
+    others = [MILDER, CAPPED, LOOKED, CLOSER, FITTED]
     return [
         _figure(page, made, f"trust_{suite}", png, words, "png"),
         render.markdown([evidence.bar(found, METHOD, others)]),
