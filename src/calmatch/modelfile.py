@@ -198,7 +198,7 @@ def safe_net(text: str, trust: bool = False) -> str:
         raise ValueError(f"A model file must not set {own[0]!r} of timm.")
     if item.name == "timm" or not all(map(_plain, [*item.args, *settings.values()])):
         raise ValueError(f"The network {text[:80]!r} has settings that a model file must not have.")
-    if in_timm or item.name == "efficientnet_lite0":
+    if in_timm or item.name in nets.timm_net.LITE:
         settings["pretrained"] = False
     return spec.write(item._replace(kwargs=settings))
 

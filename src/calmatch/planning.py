@@ -86,7 +86,7 @@ def network(wish: Wish, side: int, device: torch.device) -> tuple[str, bool, lis
     """The network's spec, whether it is pretrained, and what to say about it."""
     if wish.net is not None:
         item = spec.parse(wish.net)
-        ready = item.name == "efficientnet_lite0" and item.kwargs.get("pretrained", True)
+        ready = item.name in nets.timm_net.LITE and item.kwargs.get("pretrained", True)
         return wish.net, bool(ready or item.kwargs.get("pretrained")), []
     fresh = "wrn_28_2" if device.type == "cuda" else "small(width=16)"
     if side < SMALLEST:

@@ -248,6 +248,7 @@ def cifar10_frozen(method: str = METHOD, **changes: Any) -> Config:
     )
 
 
+OTHER = "efficientnet_lite2"  # does what holds for one network hold for another?
 LONG: dict[str, Any] = {"steps": 6_000, "eval_every": 600, "checkpoint_every": 6_000}
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
@@ -270,6 +271,9 @@ RECIPES: Mapping[str, Callable[..., Config]] = {
     "eurosat_frozen_40": functools.partial(frozen, eurosat_pack, labels=40),
     "cifar10_frozen_40": functools.partial(cifar10_frozen, labels=40),
     "cifar10_frozen_250": functools.partial(cifar10_frozen, labels=250),
+    "eurosat_lite2_20": functools.partial(frozen, eurosat_pack, labels=20, net=OTHER),
+    "eurosat_lite2_40": functools.partial(frozen, eurosat_pack, labels=40, net=OTHER),
+    "cifar10_lite2_40": functools.partial(cifar10_frozen, labels=40, net=OTHER),
     "stl10_40": functools.partial(stl10, labels=40),
     "stl10_100": functools.partial(stl10, labels=100),
     "stl10_text_40": functools.partial(stl10_text, labels=40),

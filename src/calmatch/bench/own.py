@@ -12,6 +12,7 @@ from calmatch.data.split import FOLDS
 from calmatch.recipes import METHOD, MILD, PENALTY
 
 FIVE = (0, 1, 2, 3, 4)
+TEN = tuple(range(10))
 TWENTY = tuple(range(20))
 THRESHOLDED = (
     "fixmatch",
@@ -109,6 +110,12 @@ def draws() -> list[Cell]:
     return once(cell for rows in kinds for cell in suite_of("draws", judged, rows, TWENTY))
 
 
+def network() -> list[Cell]:
+    """The bar with another frozen network, EfficientNet-Lite2, that chose nothing: ten draws."""
+    columns = ("eurosat_lite2_40", "eurosat_lite2_20", "cifar10_lite2_40")
+    return suite_of("network", columns, _fitted, TEN)
+
+
 FROZEN = ("eurosat_frozen_40", "eurosat_frozen_20", "cifar10_frozen_40", "cifar10_frozen_250")
 
 
@@ -140,9 +147,14 @@ def _looked(column: str) -> list[Row]:
     rows = [
         Row(LOOKED, METHOD, {"looks": LOOKS}, _LOOKS),
         Row(CLOSER, METHOD, {**CAP, "looks": LOOKS}, _LOOKS),
-        Row(FITTED, METHOD, {"penalty": MILD, "looks": LOOKS}, _LOOKS),
     ]
-    return [*rows, *_folds(column, rows[2:])]
+    return [*rows, *_fitted(column)[1:]]
+
+
+def _fitted(column: str) -> list[Row]:
+    """Plain FreeMatch and what `calmatch fit` does, with the folds of its labels."""
+    fit = Row(FITTED, METHOD, {"penalty": MILD, "looks": LOOKS}, _LOOKS)
+    return [plain(METHOD), fit, *_folds(column, [fit])]
 
 
 def _held_too(column: str) -> list[Row]:

@@ -126,6 +126,7 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "longer": own.longer,
     "frozen": own.frozen,
     "draws": own.draws,
+    "network": own.network,
     "wrn": wrn,
     "digits": digits,
 }

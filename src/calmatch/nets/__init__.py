@@ -22,6 +22,7 @@ NETS: Mapping[str, Callable[..., nn.Module]] = {
     "wrn_28_8": wideresnet.wrn_28_8,
     "wrn_37_2": wideresnet.wrn_37_2,
     "efficientnet_lite0": timm_net.efficientnet_lite0,
+    "efficientnet_lite2": timm_net.efficientnet_lite2,
     "small": small.Small,
     "tiny": small.Tiny,
     "timm": timm_net.Timm,  # written timm.NAME

