@@ -2,10 +2,12 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import fabricated
-from calmatch.bench import figures, suites
+from calmatch.bench import chosen, figures, stats, suites
 from calmatch.bench.figures import curves, densities, ranks
+from calmatch.bench.figures.forest import draw_forest
 from calmatch.bench.groups import gather
 from calmatch.cli import main
 
@@ -220,3 +222,16 @@ def test_mistakes_are_sentences(folder, tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             figure(name, options)
+
+
+def test_a_margin_that_only_the_test_set_favours_lies_on_both_sides_of_zero():
+    harm, help = stats.paired([1.0, 2.0, 3.0]), stats.paired([-1.0, -2.0, -3.0])
+    told = {
+        (m, c): harm if c == "last step" else help for m in chosen.SHOWN for c in chosen.CHOICES
+    }
+    figure = Figure()
+    draw_forest(figure, [chosen.Change("freematch + margin", "EuroSAT", told)] * 2)
+    for panel in figure.axes:
+        last, best = (box.lines[0].get_xdata() for box in panel.containers)
+        assert (last > 0).all() and (best < 0).all()
+    assert figures.encode(figure, ".png")[:4] == b"\x89PNG"

@@ -104,13 +104,13 @@ def test_a_margin_is_judged_at_the_last_step_and_at_the_one_that_the_test_set_ch
                 best={"ece": 0.04 - 0.01},
             )
     found = groups.gather([tmp_path])
-    table = chosen.selection(found, "freematch", [found.rows[-1].rpartition(" + ")[2]])
-    assert [row[0].partition(" + ")[0] for row in text(table)] == ["freematch", "all"]
+    table = chosen.table(chosen.changes(found, "freematch", [found.rows[-1].rpartition(" + ")[2]]))
+    assert [row[0].partition(" + ")[0] for row in text(table)] == ["freematch", "all methods"]
     alone, every = (dict(zip(table.heads, row, strict=True)) for row in text(table))
     assert (alone["pairs"], every["pairs"]) == ("2", "4")
-    assert alone["ECE, last step"] == "+1.50 (+1.00 to +2.00), 0 of 2"  # it harms ...
-    assert alone["ECE, best on test"].startswith("-1.00")  # ... where nobody peeks
-    assert every["ECE, best on test"].endswith("4 of 4")
+    assert alone["ECE, last step"] == "+1.5 (+1.0 to +2.0); 0"  # it harms ...
+    assert alone["ECE, best on test"].startswith("-1.0")  # ... where nobody peeks
+    assert every["ECE, best on test"].endswith("; 4")
     assert "LEAKY" in table.notes[0]
 
 

@@ -29,6 +29,7 @@ from calmatch.bench import (
     render,
     tables,
 )
+from calmatch.bench.figures.forest import draw_forest
 from calmatch.bench.figures.style import LOOK
 from calmatch.bench.figures.trust import draw_trust, prepare_trust
 from calmatch.bench.groups import Found
@@ -137,7 +138,7 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     shown[0] = shown[0]._replace(notes=[*shown[0].notes, tables.seeds_note(found)])
     parts.append(render.markdown(shown))
     parts += _folded("Every quantity of each setting", hidden)
-    parts.append(render.markdown(_there(chosen.selection(found, METHOD, ("margin", "cap")))))
+    parts += margins(suite, found, page, made)
     parts.append(render.markdown(_there(comparisons.ranks(found))))
     parts += _folded("Paired differences", _there(comparisons.differences(found)))
     parts += _folded("Temperatures with and without labels", [evidence.free(found)])
@@ -159,6 +160,21 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
         picture = figures.encode(figures.drawn("convergence", drawing), ".svg")
         parts.append(_figure(page, made, name, picture, f"Learning curves, {column}"))
     return parts
+
+
+def margins(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
+    """Does a margin help, and who says so?"""
+    some = chosen.changes(found, METHOD, ("margin", "cap"))
+    table = chosen.table(some)
+    if table is None:
+        return []
+    with mpl.rc_context(LOOK):
+        drawn = Figure(layout="constrained")
+        draw_forest(drawn, some)
+    png = figures.encode(drawn, ".png")
+    words = f"{table.title}: mean and 95 % interval over pairs of runs"
+    parts = [f"### {table.title}\n", _figure(page, made, f"margin_{suite}", png, words, "png")]
+    return [*parts, *_folded("In numbers", [table])]
 
 
 def card(whole: Found, frozen: Found) -> render.Table:
