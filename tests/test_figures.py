@@ -233,5 +233,6 @@ def test_a_margin_that_only_the_test_set_favours_lies_on_both_sides_of_zero():
     draw_forest(figure, [chosen.Change("freematch + margin", "EuroSAT", told)] * 2)
     for panel in figure.axes:
         last, best = (box.lines[0].get_xdata() for box in panel.containers)
-        assert (last > 0).all() and (best < 0).all()
+        assert (last > 0).all()
+        assert (best < 0).all()
     assert figures.encode(figure, ".png")[:4] == b"\x89PNG"
