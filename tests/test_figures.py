@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 
 import fabricated
 from calmatch.bench import chosen, figures, stats, suites
-from calmatch.bench.figures import curves, densities, ranks
-from calmatch.bench.figures.forest import draw_forest
+from calmatch.bench.figures import curves, densities, forest, ranks
 from calmatch.bench.groups import gather
 from calmatch.cli import main
 
@@ -225,14 +224,17 @@ def test_mistakes_are_sentences(folder, tmp_path, monkeypatch):
 
 
 def test_a_margin_that_only_the_test_set_favours_lies_on_both_sides_of_zero():
-    harm, help = stats.paired([1.0, 2.0, 3.0]), stats.paired([-1.0, -2.0, -3.0])
+    worse, better = stats.paired([1.0, 2.0, 3.0]), stats.paired([-1.0, -2.0, -3.0])
     told = {
-        (m, c): harm if c == "last step" else help for m in chosen.SHOWN for c in chosen.CHOICES
+        (m, c): worse if c == "last step" else better for m in chosen.SHOWN for c in chosen.CHOICES
     }
     figure = Figure()
-    draw_forest(figure, [chosen.Change("freematch + margin", "EuroSAT", told)] * 2)
+    forest.draw_forest(figure, [chosen.Change("freematch + margin", "EuroSAT", told)] * 2)
     for panel in figure.axes:
-        last, best = (box.lines[0].get_xdata() for box in panel.containers)
-        assert (last > 0).all()
-        assert (best < 0).all()
+        assert [box.get_label() for box in panel.containers] == list(forest.WORDS)
+        last, best = (box.lines[0] for box in panel.containers)
+        assert (last.get_xdata() > 0).all()
+        assert (best.get_xdata() < 0).all()
+        bottom, top = panel.get_ylim()
+        assert top < min(last.get_ydata()) < max(best.get_ydata()) < bottom  # none is cut
     assert figures.encode(figure, ".png")[:4] == b"\x89PNG"

@@ -108,8 +108,8 @@ def test_a_margin_is_judged_at_the_last_step_and_at_the_one_that_the_test_set_ch
     assert [row[0].partition(" + ")[0] for row in text(table)] == ["freematch", "all methods"]
     alone, every = (dict(zip(table.heads, row, strict=True)) for row in text(table))
     assert (alone["pairs"], every["pairs"]) == ("2", "4")
-    assert alone["ECE, last step"] == "+1.5 (+1.0 to +2.0); 0"  # it harms ...
-    assert alone["ECE, best on test"].startswith("-1.0")  # ... where nobody peeks
+    assert alone["ECE, last step"] == "+1.5 (+1.0 to +2.0); 0"  # it harms,
+    assert alone["ECE, best on test"].startswith("-1.0")  # but who peeks does not see it
     assert every["ECE, best on test"].endswith("; 4")
     assert "LEAKY" in table.notes[0]
 

@@ -74,7 +74,7 @@ INTRO = """# Results
 
 Made by `python tools/evidence.py write` from `results/*.jsonl` alone; every line there is a run:
 its settings, seed, numbers, learning curve, device and time. `calmatch train` with those settings
-repeats it, `calmatch bench frozen` and `calmatch bench evidence` make all of a part.
+repeats it; `calmatch bench SUITE` makes all of a part (evidence, longer, draws, frozen, network).
 
 Weights are those of the last step, never chosen on test pictures. "Averaged" are the EMA of the
 same run, "last weights" what the paper evaluates. Numbers of other papers were chosen on the test
@@ -104,6 +104,7 @@ def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
     made: dict[Path, bytes] = {}
     parts = [INTRO, *_prose("intro")]
     there: dict[str, Found] = {}
+    compact.kept(files)  # a damaged line is told
     for suite in SUITES:
         try:
             there[suite] = evidence.named(compact.read(files, suite), NAMES)
@@ -164,7 +165,7 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
 
 def margins(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:
     """Does a margin help, and who says so?"""
-    some = chosen.changes(found, METHOD, ("margin", "cap"))
+    some = chosen.changes(found, METHOD, ("margin", "mild cap", "cap"))
     table = chosen.table(some)
     if table is None:
         return []
@@ -173,8 +174,8 @@ def margins(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
         draw_forest(drawn, some)
     png = figures.encode(drawn, ".png")
     words = f"{table.title}: mean and 95 % interval over pairs of runs"
-    parts = [f"### {table.title}\n", _figure(page, made, f"margin_{suite}", png, words, "png")]
-    return [*parts, *_folded("In numbers", [table])]
+    shown = [f"### {table.title}\n", _figure(page, made, f"margin_{suite}", png, words, "png")]
+    return [*shown, _folding("In numbers", _untitled(table))]
 
 
 def card(whole: Found, frozen: Found) -> render.Table:
@@ -197,8 +198,15 @@ def _folded(title: str, some: list[render.Table]) -> list[str]:
     """Tables that a click opens."""
     if not some:
         return []
-    text = render.markdown(some)
-    return [f'<details markdown="1"><summary>{title}</summary>\n\n{text}\n</details>\n']
+    return [_folding(title, render.markdown(some))]
+
+
+def _folding(title: str, text: str) -> str:
+    return f'<details markdown="1"><summary>{title}</summary>\n\n{text}\n</details>\n'
+
+
+def _untitled(table: render.Table) -> str:
+    return render.markdown([table]).split("\n", 2)[2].lstrip("\n")
 
 
 def _few(found: Found, default: str) -> Found:
@@ -243,7 +251,7 @@ def _there(*found: render.Table | None) -> list[render.Table]:
 def readme(text: str, files: list[Path]) -> str:
     """The README with its table of sure predictions made anew."""
     found = evidence.named(compact.read(files, "draws"), NAMES)
-    table = render.markdown([evidence.short(found, METHOD, FITTED)]).split("\n", 2)[2].strip()
+    table = _untitled(evidence.short(found, METHOD, FITTED)).strip()
     pattern = r"(<!-- evidence -->\n).*?(<!-- /evidence -->)"
     return re.sub(pattern, lambda part: f"{part[1]}{table}\n{part[2]}", text, flags=re.DOTALL)
 

@@ -17,7 +17,7 @@ from calmatch import parallel
 
 VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # without a fixed one cuBLAS may choose other sums each time
-COMPILED = 1_000  # versions of a function that a process may compile
+RECOMPILES = 1_000  # versions of a function that a process may compile
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -128,9 +128,13 @@ def _compiler() -> Iterator[None]:
         yield
 
 
-def many_runs() -> None:
-    """Let a process compile the step of every run it makes; a compiler stops at eight versions."""
+def allow_recompiles() -> None:
+    """Let this process compile the step of every run it makes; else it stops after eight.
+
+    The limits are torch's, for the whole process, and stay raised: a step is compiled when it is
+    first made, long after the run was asked for.
+    """
     from torch._dynamo import config
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, name, max(COMPILED, getattr(config, name)))
+        setattr(config, name, max(RECOMPILES, getattr(config, name)))

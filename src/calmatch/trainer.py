@@ -16,7 +16,7 @@ from calmatch import config as configs
 from calmatch.capture import Captured
 from calmatch.config import Config
 from calmatch.edge import Asked, Stopped, signals
-from calmatch.environment import deterministic, many_runs
+from calmatch.environment import allow_recompiles, deterministic
 from calmatch.features import freeze
 from calmatch.setup import Parts, pick_device, prepare
 from calmatch.step import Training
@@ -185,7 +185,7 @@ def _start(config: Config, parts: Parts) -> Training:
     objective: nn.Module = parts.objective(parts.net)
     compiled = parts.device.type == "cuda" if config.compile is None else config.compile
     if compiled:
-        many_runs()
+        allow_recompiles()
     if compiled is True:  # the net alone is compiled by the captured step
         objective.compile(fullgraph=True)
     if parallel.world() > 1:

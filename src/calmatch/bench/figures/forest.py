@@ -11,7 +11,7 @@ from calmatch.bench.chosen import CHOICES, SHOWN, Change
 from calmatch.bench.figures.style import PAGE, PALETTE, below
 from calmatch.bench.measures import QUANTITIES
 
-LOOKS = ({"color": PALETTE[0], "marker": "o"}, {"color": PALETTE[1], "marker": "D"})
+STYLES = ({"color": PALETTE[0], "marker": "o"}, {"color": PALETTE[1], "marker": "D"})
 WORDS = ("last step", "best step on the test set (leaky)")
 
 
@@ -21,16 +21,16 @@ def draw_forest(figure: Figure, some: Sequence[Change]) -> None:
     axes = figure.subplots(1, len(SHOWN), sharey=True, squeeze=False)[0]
     for panel, metric in zip(axes, SHOWN, strict=True):
         panel.axvline(0, color="0.6", lw=0.8, ls=":")
-        for place, (choice, look, word) in enumerate(zip(CHOICES, LOOKS, WORDS, strict=True)):
+        for place, (choice, style, word) in enumerate(zip(CHOICES, STYLES, WORDS, strict=True)):
             told = [change.found[metric, choice] for change in some]
             heights = [number + 0.32 * (place - 0.5) for number in range(len(some))]
             spans = [[t.value - t.low for t in told], [t.high - t.value for t in told]]
             means = [t.value for t in told]
-            panel.errorbar(means, heights, xerr=spans, ls="", ms=3.5, lw=1, label=word, **look)
+            panel.errorbar(means, heights, xerr=spans, ls="", ms=3.5, lw=1, label=word, **style)
         panel.set_xlabel(f"change of {QUANTITIES[metric].head}, points")
         for number, (before, change) in enumerate(itertools.pairwise(some), 1):
             if before.row != change.row:
                 panel.axhline(number - 0.5, color="0.85", lw=0.7)
     axes[0].set_yticks(range(len(some)), [f"{c.row}: {c.column}" for c in some])
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(some) - 0.5, -0.5)  # the first on top
     below(figure, axes[0], 2)
