@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,10 @@ def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
     made: dict[Path, bytes] = {}
     parts = [INTRO, *_prose("intro")]
     there: dict[str, Found] = {}
-    compact.kept(files)  # a damaged line is told
+    lines = compact.kept(files)  # a damaged one is told
     for suite in SUITES:
         try:
-            there[suite] = evidence.named(compact.read(files, suite), NAMES)
+            there[suite] = evidence.named(compact.grouped(lines, suite), NAMES)
         except ValueError:
             continue  # none of its runs is there
     if {"evidence", "frozen"} <= there.keys():
@@ -169,10 +170,7 @@ def margins(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     table = chosen.table(some)
     if table is None:
         return []
-    with mpl.rc_context(LOOK):
-        drawn = Figure(layout="constrained")
-        draw_forest(drawn, some)
-    png = figures.encode(drawn, ".png")
+    png = _png(draw_forest, some)
     words = f"{table.title}: mean and 95 % interval over pairs of runs"
     shown = [f"### {table.title}\n", _figure(page, made, f"margin_{suite}", png, words, "png")]
     return [*shown, _folding("In numbers", _untitled(table))]
@@ -219,10 +217,7 @@ def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list
     """The bar, and what a practitioner may believe."""
     shown = [(METHOD, [evidence.PLAIN], "FreeMatch, as the paper judges it")]
     shown += [(DEFAULTS[suite], evidence.CHOSEN, SAID[DEFAULTS[suite]])]
-    with mpl.rc_context(LOOK):
-        drawn = Figure(layout="constrained")
-        draw_trust(drawn, prepare_trust(found, shown))
-    png = figures.encode(drawn, ".png")
+    png = _png(draw_trust, prepare_trust(found, shown))
     words = "Confidence and the share that is right"
     others = [MILDER, CAPPED, LOOKED, CLOSER, FITTED]
     return [
@@ -230,6 +225,13 @@ def trust(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list
         render.markdown([evidence.bar(found, METHOD, others)]),
         *_folded("What sure predictions are worth", [evidence.sure(found, [METHOD, *others])]),
     ]
+
+
+def _png(draw: Callable[[Figure, Any], None], content: Any) -> bytes:
+    with mpl.rc_context(LOOK):
+        drawn = Figure(layout="constrained")
+        draw(drawn, content)
+    return figures.encode(drawn, ".png")
 
 
 def _last(text: str) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from calmatch.bench import stats
-from calmatch.bench.groups import Found, Group
-from calmatch.bench.measures import QUANTITIES, leaky
+from calmatch.bench.groups import Found, Group, Seeds
+from calmatch.bench.measures import QUANTITIES, leaky_values, values
 from calmatch.bench.render import Entry, Table
-from calmatch.results import Run
 
 EVERY = "all"
 SHOWN = ("ece", "error")
-CHOICES = ("last step", "best on test")  # honest, leaky
+CHOICES: Mapping[str, Callable[[Group, str], dict[Seeds, float]]] = {
+    "last step": values,  # honest
+    "best on test": leaky_values,
+}
 
 
 class Change(NamedTuple):
@@ -34,40 +36,23 @@ def changes(found: Found, method: str, names: Sequence[str]) -> list[Change]:
         both = [(f"{method} + {name}", alone), (f"all methods + {name}", kept)]
         for title, groups in both[: 1 + (kept != alone)]:
             for column in columns:
-                pairs = _pairs(found, (g for g in groups if column in (EVERY, g.column)))
-                if pairs:
-                    made.append(Change(title, column, _judged(pairs)))
+                some = (group for group in groups if column in (EVERY, group.column))
+                if judged := _judged(found, some):
+                    made.append(Change(title, column, judged))
     return made
 
 
-def _pairs(found: Found, groups: Iterable[Group]) -> list[tuple[Run, Run]]:
-    """Runs with and without it, of the same seeds, where both were judged both ways."""
-    return [
-        (run, base.runs[seeds])
-        for group in groups
-        if (base := found.base(group))
-        for seeds, run in group.runs.items()
-        if seeds in base.runs and leaky(run) and leaky(base.runs[seeds])
-    ]
-
-
-def _judged(pairs: Sequence[tuple[Run, Run]]) -> dict[tuple[str, str], stats.Paired]:
+def _judged(found: Found, groups: Iterable[Group]) -> dict[tuple[str, str], stats.Paired]:
+    """Pairs of runs of the same seeds that were judged both ways; empty without any."""
     kinds = [(metric, choice) for choice in CHOICES for metric in SHOWN]
-    return {
-        kind: stats.paired([_value(one, *kind) - _value(other, *kind) for one, other in pairs])
-        for kind in kinds
-    }
-
-
-def _value(run: Run, metric: str, choice: str) -> float:
-    """In %, at the last step or at the best on the test set."""
-    if choice == CHOICES[0]:
-        value = run.result["metrics"][metric]["value"]
-    else:
-        best = leaky(run)
-        assert best is not None
-        value = best[metric]
-    return QUANTITIES[metric].scale * float(value)
+    gathered: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
+    for group in groups:
+        if base := found.base(group):
+            seen = leaky_values(group, SHOWN[0]).keys() & leaky_values(base, SHOWN[0]).keys()
+            for (metric, choice), numbers in gathered.items():
+                own, other = CHOICES[choice](group, metric), CHOICES[choice](base, metric)
+                numbers += [own[seeds] - other[seeds] for seeds in group.runs if seeds in seen]
+    return {kind: stats.paired(numbers) for kind, numbers in gathered.items() if numbers}
 
 
 def table(some: Sequence[Change]) -> Table | None:

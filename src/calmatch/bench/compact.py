@@ -127,11 +127,16 @@ def kept(paths: Sequence[Path]) -> list[Kept]:
 
 
 def read(paths: Sequence[Path], suite: str | None = None) -> Found:
-    """Groups from files of lines; runs that only judged a fold of the labels are no rows.
+    """Groups from files of lines."""
+    return grouped(kept(paths), suite)
+
+
+def grouped(lines: Sequence[Kept], suite: str | None = None) -> Found:
+    """Groups of lines; runs that only judged a fold of the labels are no rows.
 
     Of a suite its own seeds only, so that its rows can be compared: another may have drawn more.
     """
-    runs = [run for run in kept(paths) if not run.config.fold]
+    runs = [run for run in lines if not run.config.fold]
     if suite:
         own = {(cell.config.seed, cell.config.split_seed) for cell in cells(suite)}
         runs = [run for run in runs if (run.config.seed, run.config.split_seed) in own]

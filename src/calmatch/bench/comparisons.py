@@ -131,7 +131,7 @@ def beside(found: Found, suite: str) -> list[Table]:
             if all(item.text == "–" for item in theirs):
                 continue
             ours = [list(values(g, metric).values()) if g else [] for g in groups]
-            best = [leaky_values(g, metric) if g else [] for g in groups]
+            best = [list(leaky_values(g, metric).values()) if g else [] for g in groups]
             rows.append([Entry(row), *map(entry, ours)])
             if any(best):
                 rows.append([Entry("    best on test"), *map(entry, best)])

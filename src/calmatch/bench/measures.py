@@ -70,10 +70,11 @@ def leaky(run: Run) -> Mapping[str, float] | None:
     return found if found["evaluations"] > 1 else None
 
 
-def leaky_values(group: Group, metric: str) -> list[float]:
-    """A quantity at each run's best step on the test set, where that is known."""
-    found = [best for run in group.runs.values() if (best := leaky(run))]
-    return [QUANTITIES[metric].scale * best[metric] for best in found if metric in best]
+def leaky_values(group: Group, metric: str) -> dict[Seeds, float]:
+    """The same at each run's best step on the test set, where that is known."""
+    found = {seeds: best for seeds, run in group.runs.items() if (best := leaky(run))}
+    scale = QUANTITIES[metric].scale
+    return {seeds: scale * best[metric] for seeds, best in found.items() if metric in best}
 
 
 def head(metric: str) -> str:
