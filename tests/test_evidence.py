@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from calmatch import data, load_run, trainer
-from calmatch.bench import compact, evidence, suites, tables, trusting
+from calmatch.bench import again, compact, evidence, suites, tables, trusting
 from calmatch.bench.groups import gather
 from calmatch.bench.measures import values
 from calmatch.bench.own import FITTED
@@ -96,6 +96,24 @@ def stand_in(folder, monkeypatch):
     cells = [Cell("frozen", names[c.penalty], "digits_40", c.seed, c, "made up") for c in configs]
     cells.sort(key=lambda cell: cell.row)
     monkeypatch.setitem(suites.SUITES, "frozen", lambda: cells)
+
+
+def test_runs_made_again_stand_beside_the_first_ones(folder, tmp_path):
+    tool("evidence", "collect", folder, "--out", tmp_path / "some.jsonl")
+    lines = compact.kept([tmp_path / "some.jsonl"])
+    found = compact.grouped(lines)
+    first, *_ = found.groups
+    others = [run for run in lines if run.config.penalty == first.config.penalty]
+    table = again.repeats(others, found)
+    assert [[entry.text for entry in row][2:3] for row in table.rows] == [["2"]]
+    (row,) = table.rows
+    assert row[3:5] == row[5:7]  # the same runs
+    folds = [run._replace(config=run.config.replace(fold=k)) for run in others for k in (1, 2)]
+    (row,) = again.sisters([*lines, *folds], found).rows
+    assert row[4].text == "4"
+    assert row[2].text.split()[0] == row[5].text.split()[0]  # each run counted twice
+    assert again.repeats([], found) is None
+    assert again.sisters(lines, found) is None
 
 
 def test_the_page_is_made_from_lines_alone(stand_in, folder, tmp_path):

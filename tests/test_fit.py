@@ -559,6 +559,23 @@ def test_steps_follow_the_minutes_and_huge_folders_are_sampled(tmp_path, monkeyp
     assert quick.views == 6
 
 
+@pytest.mark.parametrize(
+    ("pretrained", "hold", "steps"), [(True, 0.0, 2000), (False, 0.0, 5000), (True, 0.2, 5000)]
+)
+def test_a_pretrained_network_judged_by_sisters_learns_no_longer_than_they_bear(
+    tmp_path, monkeypatch, pretrained, hold, steps
+):
+    root = blobs(tmp_path / "pics", spare=30)
+    found = pictures.read(root)
+    monkeypatch.setattr(planning, "_seconds_a_step", lambda *_: 1e-4)
+    start = _plan(whole=True, imagenet=pretrained, hold=hold)
+    many = torch.zeros(100_000, 1)
+    made = planning._of_whole(wish(root, steps=None, minutes=10), start, found, many)
+    assert made.steps == steps
+    settings = plan.body(wish(root), made, alone=False)
+    assert (settings.compile is False) == (steps <= 2000)  # a short run does not earn it back
+
+
 def run_example(name: str, *words: str | Path, timeout: float = 900) -> str:
     command = [sys.executable, EXAMPLES / name, *map(str, words)]
     place = str(EXAMPLES) + os.pathsep + os.environ.get("PYTHONPATH", "")

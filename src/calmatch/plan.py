@@ -13,6 +13,8 @@ from calmatch.core import Method
 from calmatch.recipes import METHOD, MILD, PENALTY
 from calmatch.setup import pick_device
 
+EARNED = 2000  # steps: in fewer, compiling costs a card more time than it saves
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -137,6 +139,7 @@ def body(wish: Wish, plan: Plan, alone: bool) -> Config:
         warmup=min(100, steps // 20),
         precision="bf16" if pick_device(wish.device).type == "cuda" else "fp32",
         eval_every=max(1, steps // 5) if plan.hold else 0,  # nothing is held out to look at
+        compile=None if steps > EARNED else False,
     )
 
 

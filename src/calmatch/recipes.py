@@ -14,6 +14,7 @@ from calmatch.config import Config
 
 STRONG = "|randaugment(3)|cutout(0.5)"
 METHOD, PENALTY = "freematch", "margin(cap=0.98)"  # what `calmatch fit` does unless told otherwise
+LONG: Mapping[str, Any] = {"steps": 6_000, "eval_every": 600, "checkpoint_every": 6_000}
 MILD = "margin(cap=0.995)"  # its penalty where the mean of several looks lowers confidence too
 
 
@@ -220,6 +221,22 @@ def cifar10_pack(method: str = "fixmatch", *, labels: int = 40, **changes: Any) 
     return eurosat_pack(method, labels=labels, **(settings | changes))
 
 
+def cifar10_scratch(method: str = "fixmatch", *, labels: int = 250, **changes: Any) -> Config:
+    """The classic setting's network from scratch, as far as minutes on a card go."""
+    from calmatch import methods
+
+    settings: dict[str, Any] = {
+        "dataset": "packed(name='cifar10')",
+        "ratio": 2,
+        "precision": "bf16",
+        "log_every": 100,
+        "compile": "net",
+        "chunk": 64,
+    }
+    config = cifar10(method, labels=labels, **{**settings, **LONG, **changes})
+    return config.replace(method=methods.paced(config.method, config.steps))
+
+
 def frozen(recipe: Callable[..., Config], method: str = METHOD, **changes: Any) -> Config:
     """What `calmatch fit` learns on a CPU: the last layer, on stored views of each picture."""
     weak = "flip|crop(8)"
@@ -249,7 +266,6 @@ def cifar10_frozen(method: str = METHOD, **changes: Any) -> Config:
 
 
 OTHER = "efficientnet_lite2"  # does what holds for one network hold for another?
-LONG: dict[str, Any] = {"steps": 6_000, "eval_every": 600, "checkpoint_every": 6_000}
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
     "cifar100_200": functools.partial(cifar100, labels=200),
@@ -267,6 +283,7 @@ RECIPES: Mapping[str, Callable[..., Config]] = {
     "cifar10_pack_250": functools.partial(cifar10_pack, labels=250),
     "eurosat_long_40": functools.partial(eurosat_pack, **LONG),
     "cifar10_long_40": functools.partial(cifar10_pack, **LONG),
+    "cifar10_scratch_250": cifar10_scratch,
     "eurosat_frozen_20": functools.partial(frozen, eurosat_pack, labels=20),
     "eurosat_frozen_40": functools.partial(frozen, eurosat_pack, labels=40),
     "cifar10_frozen_40": functools.partial(cifar10_frozen, labels=40),

@@ -57,6 +57,11 @@ def longer() -> list[Cell]:
     return once(cell for rows in kinds for cell in suite_of("longer", columns, rows, FIVE))
 
 
+def scratch() -> list[Cell]:
+    """No ImageNet: WRN-28-2 from scratch on CIFAR-10-250, FreeMatch without and with a margin."""
+    return suite_of("scratch", ["cifar10_scratch_250"], _bare, FIVE)
+
+
 CAP = {"penalty": PENALTY}
 LOOKED = f"{METHOD}, looks"
 CLOSER = f"{METHOD} + cap, looks"  # the full cap, which with looks is too unsure
@@ -126,6 +131,10 @@ def _headed(column: str) -> list[Row]:
 def _default(column: str) -> list[Row]:
     """The bar: plain FreeMatch and fit's margin."""
     return [plain(METHOD), _own(METHOD, "cap", **CAP)]
+
+
+def _bare(column: str) -> list[Row]:
+    return [plain(METHOD), with_margin(METHOD, column)]
 
 
 def _mild(column: str) -> list[Row]:

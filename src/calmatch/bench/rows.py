@@ -146,6 +146,7 @@ SOURCES: Mapping[str, str] = {
     **{f"eurosat_pack_{n}": f"{_LITE}; EMA 0.995, packed pictures" for n in (20, 40)},
     **{f"cifar10_pack_{n}": f"as {_LITE}; EMA 0.995, packed pictures" for n in (40, 250)},
     **{f"{name}_long_40": f"as {name}_pack_40, 6,000 steps" for name in ("eurosat", "cifar10")},
+    "cifar10_scratch_250": f"{_CLASSIC}, but 6,000 steps of 64 + 128 packed pictures, bf16",
     **{f"eurosat_frozen_{n}": _HEAD for n in (20, 40)},
     **{f"cifar10_frozen_{n}": _HEAD for n in (40, 250)},
     **{f"eurosat_lite2_{n}": _SECOND for n in (20, 40)},

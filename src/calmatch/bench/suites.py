@@ -124,6 +124,7 @@ SUITES: Mapping[str, Callable[[], list[Cell]]] = {
     "beyond": own.beyond,
     "evidence": own.evidence,
     "longer": own.longer,
+    "scratch": own.scratch,
     "frozen": own.frozen,
     "draws": own.draws,
     "network": own.network,
