@@ -124,8 +124,9 @@ def pages(files: list[Path], page: Path) -> dict[Path, bytes]:
             continue  # none of its runs is there
     if {"evidence", "frozen"} <= there.keys():
         parts += [render.markdown([card(there["evidence"], there["frozen"])]), *_prose("card")]
+    parts += _headed("Where we differ from the paper", "paper")
     for suite, found in there.items():
-        parts += [f"## {SUITES[suite]}\n", *_prose(suite)]
+        parts += _headed(SUITES[suite], suite)
         if found.at(DEFAULTS[suite], found.columns[0]):
             parts += trust(suite, found, page, made)
         if suite not in ("draws", "network"):  # the bar is all that they ask
@@ -140,6 +141,10 @@ def _prose(name: str) -> list[str]:
     """What a person wrote beside the numbers: results/NAME.md."""
     path = ROOT / "results" / f"{name}.md"
     return [path.read_text("utf-8")] if path.exists() else []
+
+
+def _headed(title: str, name: str) -> list[str]:
+    return [f"## {title}\n", *_prose(name)]
 
 
 def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> list[str]:

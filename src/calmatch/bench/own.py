@@ -105,7 +105,7 @@ def _beyond_rows(column: str) -> list[Row]:
 
 def frozen() -> list[Cell]:
     """What fit does on a CPU, and all others that a frozen network can do: five draws of labels."""
-    kinds = (_default, _held, _looked, _headed, _held_too, _beyond_rows, _slow)
+    kinds = (_default, _held, _looked, _headed, _held_too, _beyond_rows, _slow, _held_each)
     return once(cell for rows in kinds for cell in suite_of("frozen", FROZEN, rows, FIVE))
 
 
@@ -173,6 +173,12 @@ def _second(column: str) -> list[Row]:
 
 def _held_too(column: str) -> list[Row]:
     return _folds(column, [plain("fixmatch"), plain("supervised")])
+
+
+def _held_each(column: str) -> list[Row]:
+    """So that labels choose every row's temperature, where a fold is a quarter of them."""
+    rows = [row for row in _evidence_rows(column) if row.method not in LAYERED]
+    return _folds(column, rows) if column.endswith("_40") else []
 
 
 def _folds(column: str, rows: Sequence[Row]) -> list[Row]:
