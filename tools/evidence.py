@@ -62,6 +62,7 @@ SAID = {
     MARGIN: "FreeMatch with the published margin, averaged",
     FITTED: "what calmatch fit does",
 }
+LINES = 5  # that a picture bears whatever they are
 NAMES = {
     "eurosat_pack_40": "EuroSAT, 40 labels",
     "eurosat_pack_20": "EuroSAT, 20 labels",
@@ -227,6 +228,8 @@ def _untitled(table: render.Table) -> str:
 
 def _few(found: Found, default: str) -> Found:
     """The plain methods and fit's, as many as a picture bears."""
+    if len(found.groups) <= LINES:
+        return found
     kept = [group for group in found.groups if group.row.isalnum() or group.row == default]
     return found._replace(groups=kept)
 

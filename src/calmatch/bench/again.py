@@ -1,4 +1,4 @@
-"""Runs made again: without a fold of their labels, and with the same seeds on another day."""
+"""Runs made again: without a fold of their labels, and with the same seeds in another session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sisters(runs: Iterable[Run], found: Found) -> Table | None:
 
 
 def repeats(runs: Iterable[Run], found: Found) -> Table | None:
-    """The same seeds on another day; none without any."""
+    """The same seeds in another session; none without any."""
     made = {identity(run.config): run for run in runs}
     rows = []
     for group in found.groups:
@@ -40,10 +40,10 @@ def repeats(runs: Iterable[Run], found: Found) -> Table | None:
             rows.append(
                 [Entry(group.row), Entry(group.column), number, *_both(same), *_both(other)]
             )
-    heads = ["row", "data", "seeds", "error", "ECE", "error, another day", "ECE, another day"]
+    heads = ["row", "data", "seeds", "error", "ECE", "error, other session", "ECE, other session"]
     notes = [
-        "Captured runs in bf16 repeat exactly with `--deterministic` only; lines of the other day "
-        "are in results/repeats."
+        "Captured runs in bf16 repeat exactly with `--deterministic` only; the other session's "
+        "lines are in results/repeats."
     ]
     return (
         Table(f"The same seeds twice, %, {SPREAD}", heads, rows, notes, words=2) if rows else None
