@@ -129,6 +129,7 @@ def test_the_page_is_made_from_lines_alone(stand_in, folder, tmp_path):
         "Friedman",
         "### Last weights: digits, 40 labels",
         "T by labels",
+        "95 % interval of a mean of 2 runs (Student): ± 8.98 times its deviation.",
     ):
         assert words in page, words
     for name in ("frozen_digits_40_labels.svg", "trust_frozen.png"):

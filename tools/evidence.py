@@ -156,7 +156,8 @@ def section(suite: str, found: Found, page: Path, made: dict[Path, bytes]) -> li
     hidden: list[render.Table] = []
     if len(found.columns) > 1:
         shown, hidden = [tables.grid(found, metric) for metric in ("error", "ece")], shown
-    shown[0] = shown[0]._replace(notes=[*shown[0].notes, tables.seeds_note(found)])
+    notes = dict.fromkeys([*shown[0].notes, tables.seeds_note(found), evidence.span(found)])
+    shown[0] = shown[0]._replace(notes=list(notes))
     parts.append(render.markdown(shown))
     parts += _folded("Every quantity of each setting", hidden)
     parts += margins(suite, found, page, made)

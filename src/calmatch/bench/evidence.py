@@ -149,7 +149,17 @@ NONE = {"evaluations": 0}
 
 def details(found: Found, column: str) -> Table:
     """Every quantity of one column."""
-    return tables.details(found, column, DETAILS)
+    made = tables.details(found, column, DETAILS)
+    return made._replace(notes=[*made.notes, span(found.only(column))])
+
+
+def span(found: Found) -> str:
+    """What a deviation says about its mean."""
+    number = max(len(group.runs) for group in found.groups)
+    if number < 2:
+        return "One run: no deviation and no interval."
+    far = stats.reach(number)
+    return f"95 % interval of a mean of {number} runs (Student): ± {far:.2f} times its deviation."
 
 
 def short(found: Found, base: str, default: str, limit: float = 0.95) -> Table:

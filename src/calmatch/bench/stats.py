@@ -127,9 +127,17 @@ def student(differences: Sequence[float], level: float = 0.95) -> tuple[float, f
     found = np.asarray(differences, dtype=float)
     if len(found) < 2:
         return -math.inf, math.inf
-    reach = float(stats.t.ppf((1 + level) / 2, len(found) - 1))
-    reach *= float(np.std(found, ddof=1)) / math.sqrt(len(found))
-    return float(found.mean()) - reach, float(found.mean()) + reach
+    far = reach(len(found), level) * float(np.std(found, ddof=1))
+    return float(found.mean()) - far, float(found.mean()) + far
+
+
+def reach(number: int, level: float = 0.95) -> float:
+    """How many sample deviations Student's interval of a mean goes to each side.
+
+    >>> round(reach(5), 2)
+    1.24
+    """
+    return float(stats.t.ppf((1 + level) / 2, number - 1)) / math.sqrt(number)
 
 
 def _wilcoxon(differences: NDArray[np.float64]) -> float | None:
