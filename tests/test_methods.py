@@ -423,8 +423,8 @@ def test_a_short_run_has_a_short_memory(text, steps, expected):
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
 def test_only_recipes_of_short_runs_change_a_published_memory(name):
     config = recipes.RECIPES[name]("freematch")
-    lite = config.net.startswith("efficientnet_lite")
-    assert ("momentum" in config.method) == lite, config.method
+    short = config.dataset != "digits" and config.steps <= 6_000  # the demo's is the field's
+    assert ("momentum" in config.method) == short, config.method
 
 
 @pytest.mark.parametrize(
