@@ -423,7 +423,7 @@ def test_a_short_run_has_a_short_memory(text, steps, expected):
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
 def test_only_recipes_of_short_runs_change_a_published_memory(name):
     config = recipes.RECIPES[name]("freematch")
-    short = config.dataset != "digits" and config.steps <= 6_000  # the demo's is the field's
+    short = config.dataset != "digits" and config.steps <= 6_000  # the demo keeps the published one
     assert ("momentum" in config.method) == short, config.method
 
 

@@ -48,7 +48,7 @@ SUITES = {  # the order of the page
     "network": "Another frozen network",
 }
 CAPPED, MARGIN = f"{METHOD} + cap", f"{METHOD} + margin"
-# rows of what fit does
+# the row that each suite sets beside plain FreeMatch: what fit does, where it has that
 DEFAULTS = {
     "evidence": CAPPED,
     "longer": CAPPED,
@@ -228,7 +228,7 @@ def _untitled(table: render.Table) -> str:
 
 
 def _few(found: Found, default: str) -> Found:
-    """The plain methods and fit's, as many as a picture bears."""
+    """The plain methods and the default, as many as a picture bears."""
     if len(found.groups) <= LINES:
         return found
     kept = [group for group in found.groups if group.row.isalnum() or group.row == default]

@@ -13,7 +13,7 @@ from calmatch.core import Method
 from calmatch.recipes import METHOD, MILD, PENALTY
 from calmatch.setup import pick_device
 
-EARNED = 2000  # steps: in fewer, compiling costs a card more time than it saves
+EARNED = 2000  # steps up to which compiling, a minute of a card, is not expected to pay
 
 
 @dataclass(frozen=True)

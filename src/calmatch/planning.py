@@ -24,7 +24,7 @@ SMALLEST = 48  # pixels: below, networks pretrained on photographs see little
 HOLD = 200  # labels from which some are held out when the whole network learns
 FEW = 3  # labels of a class below which a pretrained network stays frozen (docs/log.md)
 STEPS = {"head": (100, 500), "whole": (60, 5000)}  # fewest and most
-SHORT = 2000  # steps after which sisters with fewer labels are spoilt, and judge unfairly
+SHORT = 2000  # steps after which sisters with fewer labels still judged about fairly, EuroSAT-40
 
 
 def choose(wish: Wish, found: Pictures, images: Images, side: int, size: int) -> Plan:

@@ -45,9 +45,8 @@ def repeats(runs: Iterable[Run], found: Found) -> Table | None:
         "Captured runs in bf16 repeat exactly with `--deterministic` only; the other session's "
         "lines are in results/repeats."
     ]
-    return (
-        Table(f"The same seeds twice, %, {SPREAD}", heads, rows, notes, words=2) if rows else None
-    )
+    title = f"The same seeds twice, %, {SPREAD}"
+    return Table(title, heads, rows, notes, words=2) if rows else None
 
 
 def _numbered(group: Group, runs: Sequence[Run]) -> Group:
