@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import calmatch
-from calmatch.config import Config
+from calmatch.training.config import Config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from record import put

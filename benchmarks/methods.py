@@ -13,10 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from calmatch import methods, recipes
+from calmatch import methods
 from calmatch.core import Output, Task
-from calmatch.setup import prepare
-from calmatch.trainer import Training, _start
+from calmatch.training import recipes
+from calmatch.training.loop import _make_training
+from calmatch.training.setup import build_parts
+from calmatch.training.step import Training
 
 ROUNDS = 30
 LARGE = 105_000  # STL-10's unlabelled pictures
@@ -100,7 +102,7 @@ def own(name: str, training: Training, unlabelled: int) -> float:
 
 def main() -> None:
     config = recipes.digits_40("fixmatch", steps=100_000)
-    training = _start(config, prepare(config))
+    training = _make_training(config, build_parts(config))
     whole = milliseconds(lambda: training.advance(training.parts.batches[training.step]))
     threads = torch.get_num_threads()
     print(f"A FixMatch step with the demo's network: {whole:.1f} ms ({threads} threads)")

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from calmatch import Config, recipes, train_seeds
-from calmatch.environment import environment
+from calmatch import Config, train_seeds
+from calmatch.training import recipes
+from calmatch.training.setup import describe_environment
 
 METRICS = ("error", "ece", "nll")
 
@@ -84,7 +85,7 @@ def main() -> None:
         gaps[metric] = {"mean": mean, "half": half}
         print(f"bf16 - fp32, {metric}: {mean:+.4f} +- {half:.4f} ({len(pairs)} paired seeds, 95 %)")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = {"date": str(date.today()), "environment": environment(device)}
+    record = {"date": str(date.today()), "environment": describe_environment(device)}
     record |= {"config": config.dump(), "rows": rows, "differences": gaps}
     path = options.out
     if path is None:

@@ -23,13 +23,14 @@ import torch
 from augment import pillow_operation
 from PIL import Image, ImageOps
 
-from calmatch import recipes, results, trainer
 from calmatch.augment.randaugment import RANGES
-from calmatch.capture import Captured
-from calmatch.config import Config
 from calmatch.core import Objective
 from calmatch.data.batches import Batches
-from calmatch.setup import prepare
+from calmatch.training import loop, recipes
+from calmatch.training.config import Config
+from calmatch.training.cuda_graph import CapturedStep
+from calmatch.training.loop import _make_training, train, train_first_steps
+from calmatch.training.setup import build_parts, describe_environment
 
 MARGIN = "margin(m=10)"
 USB_MS = 61.2  # USB's FixMatch on one H200, its own configuration (fp32, four workers)
@@ -73,7 +74,7 @@ def clock(act: Callable[[], object], steps: int) -> float:
 def captured(*configs: Config, steps: int = 256) -> tuple[float, float]:
     """Milliseconds a step of all runs at once, augmentation included, and seconds to the first."""
     start = time.perf_counter()
-    engine = Captured([trainer._start(config, prepare(config)) for config in configs])
+    engine = CapturedStep([_make_training(config, build_parts(config)) for config in configs])
     engine.advance()
     wait()
     first = time.perf_counter() - start
@@ -88,7 +89,7 @@ def end_to_end(steps: int) -> dict[str, float]:
     config = vit_s(device="cuda")
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        trainer.first(config, Path(folder) / "run", steps, quiet=True)
+        train_first_steps(config, Path(folder) / "run", steps, quiet=True)
         lines = [json.loads(line) for line in (Path(folder) / "run/times.jsonl").open()]
     every = config.eval_every
     marks = {line["step"]: line["unix"] for line in lines}  # an evaluation is a step's last line
@@ -136,7 +137,7 @@ def loader(images: torch.Tensor, views: int, batch: int, pad: int, workers: int)
 def plain(config: Config, workers: int, steps: int = 30) -> float:
     """An eager float32 step fed by Pillow workers, in milliseconds."""
     config = config.replace(precision="fp32", engine="eager", compile=False)
-    run = trainer._start(config, prepare(config))
+    run = _make_training(config, build_parts(config))
     run.parts.net.to(memory_format=torch.contiguous_format)
     batches, pad = run.parts.batches, config.weak.count("crop(12)") * 8 + 4
     images = torch.randint(0, 256, (512, 3, run.parts.size, run.parts.size), dtype=torch.uint8)
@@ -183,13 +184,13 @@ def overhead(steps: int = 200) -> dict[str, float]:
         counted(torch.Tensor, "backward", arithmetic),
         counted(torch.optim.AdamW, "step", arithmetic),
         counted(Batches, "_make", arithmetic),
-        counted(trainer, "_begin", aside),
-        counted(trainer, "_evaluate", aside),
-        counted(trainer, "_save", aside),
-        counted(results, "finish", aside),
+        counted(loop, "_begin", aside),
+        counted(loop, "_evaluate", aside),
+        counted(loop, "_save", aside),
+        counted(loop, "finish", aside),
     ):
         start = time.perf_counter()
-        trainer.train(config, Path(folder) / "run", quiet=True)
+        train(config, Path(folder) / "run", quiet=True)
         whole = time.perf_counter() - start - aside[0]
     return {
         "ms": 1e3 * whole / steps,
@@ -246,7 +247,7 @@ def main() -> None:
         on_cuda(chosen, say)
         print(f"USB's FixMatch on one H200 (measured before, same data size): {USB_MS} ms")
     device = torch.device("cuda" if cuda else "cpu")
-    record = {"date": str(date.today()), "environment": results.environment(device), "rows": rows}
+    record = {"date": str(date.today()), "environment": describe_environment(device), "rows": rows}
     record["environment"]["processor"] = platform.processor() or platform.machine()
     kind = "cuda" if cuda else "cpu"
     path = chosen.out or Path(__file__).parent / f"results/step-{kind}-{date.today()}.json"

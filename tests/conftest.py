@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import methods, modelfile, nets
-from calmatch.config import Config
+from calmatch import methods, nets
+from calmatch.model import write_model
+from calmatch.training.config import Config
 
 GOLDEN = Path(__file__).parent / "golden"
 torch.set_num_threads(1)  # pytest-xdist already uses every core
@@ -77,7 +78,7 @@ def calmatch(*words: str | Path, timeout: float = 120) -> subprocess.CompletedPr
 ALL_METHODS = sorted(methods.METHODS)
 
 
-def write_model(folder: Path, net: str, classes: int, size: int) -> torch.nn.Module:
+def write_random_model(folder: Path, net: str, classes: int, size: int) -> torch.nn.Module:
     """A model folder of a fresh network with confident logits and used BatchNorms; its body."""
     torch.manual_seed(0)
     body = nets.build(net, classes, size)
@@ -86,7 +87,7 @@ def write_model(folder: Path, net: str, classes: int, size: int) -> torch.nn.Mod
         for name, parameter in body.named_parameters():
             if name.endswith(("head.weight", "fc.weight", "classifier.weight")):
                 parameter.copy_(parameter.sign() * parameter.abs().clamp_min(0.1) * 3)
-    modelfile.write(
+    write_model(
         folder,
         nets.Net(body, {}),
         net=net,

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from calmatch.config import Config
+from calmatch.training.config import Config
 
 METRICS = ("error", "ece", "adaptive_ece", "classwise_ece", "nll")
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from calmatch import checkpoint, evaluate, examples, results
-from calmatch.config import Config
+from calmatch.files import write, write_json
+from calmatch.runs import Predicted, Run, load_run, write_examples
+from calmatch.training.config import Config
+from calmatch.training.step import measure
 
 EVIL = "<script>alert(1)</script>"
 NASTY = ['</script><!--"', "a\u2028b'&amp;", EVIL, "ein recht langer Klassenname", "{{ 7 * 7 }}"]
@@ -29,7 +31,7 @@ def made(
     files: bool = False,
     steps: int = 5,
     **result: Any,
-) -> results.Run:
+) -> Run:
     """A finished run of a model that is right most of the time and too sure of it."""
     names = classes or [str(k) for k in range(5)]
     draw = torch.Generator().manual_seed(seed)
@@ -43,9 +45,9 @@ def made(
         images = torch.randint(256, (97, 3, size, size), generator=draw, dtype=torch.uint8)
         unsure = (0.4 * logits).log_softmax(-1)
         named = [f"new/{k} {EVIL}.png" for k in range(pictures)] if files else None
-        seen = examples.Seen(log_probs, lambda rows: images[rows % len(images)])
-        examples.write(folder, seen, labels, seen._replace(log_probs=unsure, files=named))
-    measured = evaluate.measure(log_probs, labels, resamples=20 if pictures < 2000 else 0)
+        seen = Predicted(log_probs, lambda rows: images[rows % len(images)])
+        write_examples(folder, seen, labels, seen._replace(log_probs=unsure, files=named))
+    measured = measure(log_probs, labels, resamples=20 if pictures < 2000 else 0)
     found = {
         "title": title,
         "classes": names,
@@ -58,10 +60,10 @@ def made(
         "metrics": {name: item._asdict() for name, item in measured.items()},
         "notes": [],
     }
-    checkpoint.write_json(folder / "config.json", Config(dataset="synthetic", seed=seed).dump())
-    checkpoint.write_json(folder / "result.json", found | result)
+    write_json(folder / "config.json", Config(dataset="synthetic", seed=seed).dump())
+    write_json(folder / "result.json", found | result)
     _lines(folder, steps)
-    return results.load(folder)
+    return load_run(folder)
 
 
 def _predictions(folder: Path, log_probs: torch.Tensor, labels: torch.Tensor, files: bool) -> None:
@@ -70,7 +72,7 @@ def _predictions(folder: Path, log_probs: torch.Tensor, labels: torch.Tensor, fi
         arrays["files"] = np.array([f"photos/{k} {EVIL}.jpg" for k in range(len(labels))])
     packed = io.BytesIO()
     np.savez_compressed(packed, **arrays)
-    checkpoint.write(folder / "predictions.npz", packed.getvalue())
+    write(folder / "predictions.npz", packed.getvalue())
 
 
 def _lines(folder: Path, steps: int) -> None:
@@ -80,4 +82,4 @@ def _lines(folder: Path, steps: int) -> None:
         lines.append({"step": 100 * k, "kind": "train", "loss": 1 / k, "lr": 0.1, **shares})
         lines.append({"step": 100 * k, "kind": "test", "error": 0.5 / k, "ece": 0.1, "nll": 1 / k})
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    checkpoint.write(folder / "metrics.jsonl", text)
+    write(folder / "metrics.jsonl", text)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from calmatch import methods, parallel, trainer
-from calmatch.config import Config
-from calmatch.setup import prepare
+from calmatch import methods, ops
+from calmatch.training.config import Config
+from calmatch.training.loop import _make_training
+from calmatch.training.setup import build_parts
 
 EXEMPT = ("mixmatch", "remixmatch", "comatch")  # they mix within a rank: only run
 
@@ -34,10 +35,10 @@ def state(method: str) -> dict[str, Tensor]:
         precision="fp64",
         device="cpu",
     )
-    run = trainer._start(config, prepare(config))
+    run = _make_training(config, build_parts(config))
     while run.step < config.steps:
         run.advance(run.parts.batches[run.step])
-    logged = {f"sums/{k}": parallel.average(v) for k, v in run.sums.totals.items()}
+    logged = {f"sums/{k}": ops.average(v) for k, v in run.sums.totals.items()}
     found = run.tensors() | logged
     return {k: v for k, v in found.items() if not k.endswith("num_batches_tracked")}
 

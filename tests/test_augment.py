@@ -5,7 +5,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy.stats import chisquare, kstest
 
 from calmatch import augment
-from calmatch.augment import basic, randaugment
+from calmatch.augment import randaugment
 
 PICTURE = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8, generator=torch.manual_seed(0))
 
@@ -40,8 +40,8 @@ def from_pil(picture):
 
 @pytest.mark.parametrize("degrees", [-30.0, -11.3, 0.0, 7.7, 29.0])
 def test_rotation_is_pillows(degrees, monkeypatch):
-    monkeypatch.setattr(basic, "_uniform", lambda images, *_: torch.full((1, 1, 1, 1), degrees))
-    ours = basic.rotate(PICTURE[None], torch.Generator())[0].permute(1, 2, 0)
+    monkeypatch.setattr(augment, "_uniform", lambda images, *_: torch.full((1, 1, 1, 1), degrees))
+    ours = augment.rotate(PICTURE[None], torch.Generator())[0].permute(1, 2, 0)
     theirs = from_pil(to_pil(PICTURE).rotate(degrees))
     assert (ours == theirs).float().mean() >= 0.99
 
@@ -49,7 +49,7 @@ def test_rotation_is_pillows(degrees, monkeypatch):
 @pytest.mark.parametrize("factor", [0.05, 0.4, 0.95, 1.5])
 @pytest.mark.parametrize("name", ["brightness", "contrast"])
 def test_colours_are_pillows_to_a_grey_level(name, factor, monkeypatch):
-    monkeypatch.setattr(basic, "_uniform", lambda images, *_: torch.full((1, 1, 1, 1), factor))
+    monkeypatch.setattr(augment, "_uniform", lambda images, *_: torch.full((1, 1, 1, 1), factor))
     ours = augment.OPS[name](PICTURE[None], torch.Generator())[0].permute(1, 2, 0)
     enhance = {"brightness": ImageEnhance.Brightness, "contrast": ImageEnhance.Contrast}[name]
     theirs = from_pil(enhance(to_pil(PICTURE)).enhance(factor))
@@ -69,7 +69,7 @@ def test_crops_are_windows_of_the_reflected_picture():
 
 def test_cutout_covers_at_most_its_share_and_at_least_something():
     out = draw("cutout(0.5)", PICTURE.repeat(200, 1, 1, 1))
-    grey = torch.tensor(basic.GREY, dtype=torch.uint8)[:, None, None]
+    grey = torch.tensor(augment.GREY, dtype=torch.uint8)[:, None, None]
     covered = (out == grey).all(1).float().mean((1, 2))
     assert 0 < covered.mean() < 0.3
     assert covered.max() <= (7 / 12) ** 2

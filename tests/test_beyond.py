@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import config, losses, posthoc, results, setup, trainer, views
+from calmatch import losses, posthoc
 from calmatch.core import Term
+from calmatch.runs import find_finished
+from calmatch.training.config import check_config
+from calmatch.training.loop import load_views, train
+from calmatch.training.setup import build_parts
 from test_methods import _compare_compiled
 
 
 def threshold(tiny, method, **changes):
-    return setup.prepare(tiny(method, **changes)).method.threshold
+    return build_parts(tiny(method, **changes)).method.threshold
 
 
 @pytest.mark.parametrize("method", ["fixmatch", "uda", "flexmatch", "refixmatch", "simmatch"])
@@ -29,8 +33,8 @@ def test_an_aware_threshold_is_the_confidence_at_a_share_of_the_margin(tiny, met
 
 
 def test_an_aware_threshold_keeps_fixmatch_fed_and_ends_the_warning(tiny):
-    starved = setup.prepare(tiny("fixmatch", penalty="margin(m=2)"))
-    fed = setup.prepare(tiny("fixmatch", penalty="margin(m=2)", aware=0.7))
+    starved = build_parts(tiny("fixmatch", penalty="margin(m=2)"))
+    fed = build_parts(tiny("fixmatch", penalty="margin(m=2)", aware=0.7))
     assert any("runs out" in note or "run out" in note for note in starved.notes)
     assert not any("run out" in note for note in fed.notes)
     capped = torch.tensor([[0.70, 0.10, 0.10, 0.10]])  # the most that this margin allows
@@ -38,13 +42,13 @@ def test_an_aware_threshold_keeps_fixmatch_fed_and_ends_the_warning(tiny):
     assert starved.method.select(capped, None)[0].item() == 0
     assert fed.method.select(capped, None)[0].item() == 1
     with pytest.raises(ValueError, match="aware must lie between 0 and 1"):
-        config.check(tiny("fixmatch", aware=1.5))
+        check_config(tiny("fixmatch", aware=1.5))
 
 
 def test_a_margin_by_labels_claims_what_they_can_show(tiny):
     loss = losses.build("margin(m='labels')", 10, 40)
     assert losses.margins(loss, 10) == [pytest.approx(losses.cap_margin(41 / 42, 10))]
-    parts = setup.prepare(tiny("freematch", penalty="margin(m='labels')"))
+    parts = build_parts(tiny("freematch", penalty="margin(m='labels')"))
     assert losses.margins(parts.unlabelled_loss, 4) == [losses.labels_margin(16, 4)]
     with pytest.raises(ValueError, match="number of labels"):
         losses.build("margin(m='labels')")
@@ -66,8 +70,8 @@ def test_a_gated_margin_acts_only_while_confidence_exceeds_agreement():
 
 @pytest.mark.parametrize("hard", [True, False])
 def test_mixup_mixes_pictures_and_targets_by_the_same_share(tiny, hard):
-    parts = setup.prepare(tiny(f"fixmatch(mixup=0.5, hard={hard}, threshold=0.3)"))
-    plain = setup.prepare(tiny(f"fixmatch(hard={hard}, threshold=0.3)"))
+    parts = build_parts(tiny(f"fixmatch(mixup=0.5, hard={hard}, threshold=0.3)"))
+    plain = build_parts(tiny(f"fixmatch(hard={hard}, threshold=0.3)"))
     batch = parts.batches[0]
     assert plain.batches[0].draws == {}
     beta = batch.draws["beta"]
@@ -114,7 +118,7 @@ def test_agreement_of_networks_trained_apart_makes_confidence_equal_accuracy():
     assert abs(after - right) < 0.03  # three standard errors of agreement and accuracy
     assert scale.values["temperature"] > 1
     assert scale.labels == 0
-    assert posthoc.load(scale.dump()) == scale
+    assert posthoc.load_scaling(scale.dump()) == scale
 
 
 def test_shared_mistakes_make_the_temperature_too_cold():
@@ -146,8 +150,8 @@ def test_agreement_at_its_ends_stays_in_range_and_mistakes_are_said():
 
 
 def test_a_run_with_averaged_weights_also_reports_what_it_would_be_without(tiny, tmp_path):
-    averaged = trainer.train(tiny("freematch", ema=0.9), tmp_path / "ema", quiet=True)
-    plain = trainer.train(tiny("freematch", ema=0.0), tmp_path / "plain", quiet=True)
+    averaged = train(tiny("freematch", ema=0.9), tmp_path / "ema", quiet=True)
+    plain = train(tiny("freematch", ema=0.0), tmp_path / "plain", quiet=True)
     assert "plain" not in plain.result
     for metric, found in plain.result["metrics"].items():
         if metric not in ("gap", "agree"):
@@ -157,14 +161,14 @@ def test_a_run_with_averaged_weights_also_reports_what_it_would_be_without(tiny,
 
 
 def test_a_run_keeps_views_of_unlabelled_pictures_and_a_temperature_by_them(tiny, tmp_path):
-    run = trainer.train(tiny("fixmatch"), tmp_path / "run", quiet=True)
-    seen = views.load(run.folder)
+    run = train(tiny("fixmatch"), tmp_path / "run", quiet=True)
+    seen = load_views(run.folder)
     assert set(seen.log_probs) == {"plain", "weak", "strong"}
     assert seen.log_probs["plain"].shape == seen.log_probs["strong"].shape == (180 - 16, 4)
     assert not torch.equal(seen.log_probs["plain"], seen.log_probs["strong"])
     agree = posthoc.agreement(seen.log_probs["plain"], seen.log_probs["strong"]).agree
     assert run.result["temperature_scaled"]["views"]["agree"] == pytest.approx(agree)
-    assert views.load(tmp_path) is None
+    assert load_views(tmp_path) is None
 
 
 def test_a_run_made_before_a_field_existed_is_still_the_same_run(tiny, tmp_path):
@@ -173,6 +177,6 @@ def test_a_run_made_before_a_field_existed_is_still_the_same_run(tiny, tmp_path)
     folder.mkdir()
     old = {k: v for k, v in dataclasses.asdict(made).items() if k != "aware"}
     (folder / "config.json").write_text(json.dumps(old))
-    assert results.finished(folder, made) is None
+    assert find_finished(folder, made) is None
     with pytest.raises(ValueError, match=r"aware=0\.0, not 0\.5"):
-        results.finished(folder, made.replace(aware=0.5))
+        find_finished(folder, made.replace(aware=0.5))

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 import folders
-from calmatch.report.build import build
+from calmatch.report import build
 
 pytestmark = pytest.mark.browser
 SINGLE = ["reliability", "histogram", "smooth", "risk", "confusion", "logits", "curves"]

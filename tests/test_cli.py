@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from calmatch import cli, options, plan
+from calmatch import cli
 from conftest import calmatch
 
 
@@ -164,10 +163,3 @@ def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, 
     monkeypatch.setitem(cli.COMMANDS, "demo", broken)
     assert cli.main(["demo"]) == 1
     assert "KeyError" in capsys.readouterr().err
-
-
-def test_fit_means_the_same_on_the_command_line_and_in_python():
-    typed = {f.name: f.default for f in dataclasses.fields(options.FitOptions)}
-    for field in dataclasses.fields(plan.Wish):
-        if field.name != "frozen":  # two flags there, one of three values here
-            assert typed[field.name] == field.default, field.name

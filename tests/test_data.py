@@ -5,13 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import data
-from calmatch.data import cache
-from calmatch.data.batches import Order
-from calmatch.data.files import Kept
-from calmatch.data.resident import source
-from calmatch.data.split import long_tail, split
-from calmatch.setup import prepare
+from calmatch.data.batches import Order, long_tail, place_images, split
+from calmatch.data.dataset import build
+from calmatch.data.images import CachedImages, cached_array
+from calmatch.training.setup import build_parts
 from conftest import GOLDEN
 
 SPLITS = json.loads((GOLDEN / "splits.json").read_text())
@@ -81,7 +78,7 @@ def test_unknown_labels_are_unlabelled():
 
 
 def test_digits_are_whole_and_balanced():
-    digits = data.build("digits")
+    digits = build("digits")
     assert len(digits.images) + len(digits.test_images) == 1797
     assert digits.images.shape[1:] == (3, 16, 16)
     assert digits.images.dtype == torch.uint8
@@ -103,22 +100,22 @@ def test_order_visits_every_row_equally_and_never_twice_in_a_batch():
 
 def test_batches_depend_on_seed_and_step_alone(tiny):
     config = tiny()
-    first, second = prepare(config).batches, prepare(config).batches
+    first, second = build_parts(config).batches, build_parts(config).batches
     forwards = [first[k] for k in range(9)]
     for k in (8, 0, 5, 3):  # any order, as after a restart
         again = second[k]
         assert torch.equal(again.x[0], forwards[k].x[0])
         assert torch.equal(again.u[1], forwards[k].u[1])
         assert torch.equal(again.u_id, forwards[k].u_id)
-    other = prepare(config.replace(seed=1)).batches[0]
+    other = build_parts(config.replace(seed=1)).batches[0]
     assert not torch.equal(other.u_id, forwards[0].u_id)
 
 
 def test_labels_belong_to_their_pictures(tiny):
-    parts = prepare(tiny(weak="identity", strong="identity"))
+    parts = build_parts(tiny(weak="identity", strong="identity"))
     batch = parts.batches[3]
     mean, std = (torch.tensor(v)[:, None, None] for v in parts.statistics)
-    dataset = data.build("synthetic")
+    dataset = build("synthetic")
     for picture, y, row in zip(batch.x[0], batch.y, batch.x_id, strict=True):
         source = parts.split.labelled[int(row)]
         assert int(dataset.labels[source]) == int(y)
@@ -131,7 +128,7 @@ def test_labels_belong_to_their_pictures(tiny):
 
 
 def test_a_batch_larger_than_its_set_is_cut_and_said(tiny):
-    parts = prepare(tiny(batch=100, ratio=1))
+    parts = build_parts(tiny(batch=100, ratio=1))
     assert len(parts.batches[0].y) == 16
     assert any("16 labelled pictures, so batches hold 16" in note for note in parts.notes)
 
@@ -141,12 +138,14 @@ def test_every_source_gives_the_same_pictures_whoever_asks(kind, tmp_path, monke
     monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path))
     images = torch.arange(40 * 12, dtype=torch.int64).to(torch.uint8).view(40, 3, 2, 2)
     rows = torch.arange(38, 0, -3)
-    held: torch.Tensor | Kept = images
+    held: torch.Tensor | CachedImages = images
     if kind == "kept":
         fill = lambda array: np.copyto(array, images.numpy())  # noqa: E731
-        held = Kept(cache.mapped("some", tuple(images.shape), fill), torch.arange(40), "some")
+        held = CachedImages(
+            cached_array("some", tuple(images.shape), fill), torch.arange(40), "some"
+        )
     wanted = "auto" if kind == "kept" else kind
-    found = source(held, rows, torch.device("cpu"), wanted, 0.5, 0)
+    found = place_images(held, rows, torch.device("cpu"), wanted, 0.5, 0)
     found.plan = lambda number: torch.arange(4 * number, 4 * number + 4)
     assert len(found) == len(rows)
     assert torch.equal(torch.cat(list(found.batches(5))), images[rows])

@@ -20,12 +20,23 @@ import torch
 import torchvision.datasets as tv
 from PIL import Image
 
-from calmatch import data, recipes, train
-from calmatch.config import Config
-from calmatch.data import cache, files
-from calmatch.data.check import check
-from calmatch.data.split import split
-from calmatch.setup import prepare
+from calmatch import train
+from calmatch.data import images
+from calmatch.data.batches import split
+from calmatch.data.dataset import build, check_dataset
+from calmatch.data.images import (
+    KEPT_SECONDS,
+    ImageFiles,
+    cached_array,
+    cached_tensor,
+    decode,
+    list_class_folders,
+    load_cached,
+    write_note,
+)
+from calmatch.training import recipes
+from calmatch.training.config import Config
+from calmatch.training.setup import build_parts
 from conftest import ALONE, calmatch
 
 RANDOM = np.random.default_rng(0)
@@ -71,7 +82,7 @@ def write_cifar(root, monkeypatch, kind=tv.CIFAR10, per_file=20):
 
 def test_cifar10_is_read_from_its_pickles(tmp_path, monkeypatch):
     _, pictures = write_cifar(tmp_path / "data", monkeypatch)
-    found = data.build("cifar10")
+    found = build("cifar10")
     assert found.images.shape == (100, 3, 32, 32)
     first = torch.from_numpy(pictures[0][0][3].reshape(3, 32, 32))
     assert torch.equal(found.images[3], first)
@@ -83,7 +94,7 @@ def test_cifar10_is_read_from_its_pickles(tmp_path, monkeypatch):
 def test_a_downloaded_archive_is_unpacked_after_its_checksum_holds(tmp_path, monkeypatch):
     folder, _ = write_cifar(tmp_path / "data", monkeypatch)
     folder.rename(tmp_path / "elsewhere")
-    assert len(data.build("cifar10").labels) == 100
+    assert len(build("cifar10").labels) == 100
 
 
 def test_a_changed_pickle_is_never_opened(tmp_path, monkeypatch):
@@ -97,13 +108,13 @@ def test_a_changed_pickle_is_never_opened(tmp_path, monkeypatch):
     (folder / "data_batch_2").write_bytes(pickle.dumps(Evil()))
     monkeypatch.setattr(tv.CIFAR10, "url", "http://127.0.0.1:9/nothing")
     with pytest.raises(ValueError, match="put cifar-10-batches-py"):
-        data.build("cifar10")
+        build("cifar10")
     assert not (tmp_path / "pwned").exists()
 
 
 def test_long_tailed_cifar_reverses_the_unlabelled_tail(tmp_path, monkeypatch):
     write_cifar(tmp_path / "data", monkeypatch, tv.CIFAR100, per_file=3000)
-    found = data.build("cifar100_lt(gamma_l=5, gamma_u=-5, n1=10, m=15)")
+    found = build("cifar100_lt(gamma_l=5, gamma_u=-5, n1=10, m=15)")
     parts = split(
         found.labels.numpy(),
         found.labelled_counts,
@@ -135,7 +146,7 @@ def test_stl10_has_a_pool_in_which_labelled_pictures_appear_twice(tmp_path, monk
         monkeypatch.setattr(tv.STL10, which, lists[which])
     (root / "class_names.txt").write_text("\n".join(f"c{k}" for k in range(10)))
     (root / "fold_indices.txt").write_text("\n".join(["0 1"] * 10))
-    found = data.build("stl10")
+    found = build("stl10")
     assert found.images.shape == (80, 3, 96, 96)
     assert int((found.labels < 0).sum()) == 50
     parts = split(found.labels.numpy(), 10, 0, whole_pool=True)
@@ -151,7 +162,7 @@ def test_svhn_is_read_from_its_matlab_files(tmp_path, monkeypatch):
         scipy.io.savemat(path, {"X": pixels, "y": (np.arange(n) % 10 + 1)[:, None]})
         split_list[name] = ["http://127.0.0.1:9/x", path.name, md5(path)]
     monkeypatch.setattr(tv.SVHN, "split_list", split_list)
-    found = data.build("svhn")
+    found = build("svhn")
     assert found.images.shape == (30, 3, 32, 32)
     assert set(found.labels.tolist()) == set(range(10))
 
@@ -179,13 +190,13 @@ def write_eurosat(root, per_class=10):
 
 def test_eurosat_is_the_same_from_its_tree_and_from_its_zip(tmp_path, monkeypatch):
     write_eurosat(tmp_path / "data")
-    tree = data.build("eurosat")
+    tree = build("eurosat")
     assert tree.images.shape == (80, 3, 32, 32)
     assert tree.classes == tuple(EUROSAT.split())
-    names = files.listed(tmp_path / "data", "2750")["Forest"]
+    names = list_class_folders(tmp_path / "data", "2750")["Forest"]
     assert names[:3] == [f"2750/Forest/Forest_{n}.jpg" for n in (1, 10, 2)]
     # the last 20 % in file order: _8 and _9 after _1, _10, _2, ...
-    last = files.decode((tmp_path / "data" / names[-1]).read_bytes(), 32)
+    last = decode((tmp_path / "data" / names[-1]).read_bytes(), 32)
     assert torch.equal(tree.test_images[3], torch.from_numpy(last))
     with zipfile.ZipFile(tmp_path / "EuroSAT.zip", "w") as archive:
         for path in sorted((tmp_path / "data").rglob("*.jpg")):
@@ -193,7 +204,7 @@ def test_eurosat_is_the_same_from_its_tree_and_from_its_zip(tmp_path, monkeypatc
     (tmp_path / "zipped").mkdir()
     (tmp_path / "EuroSAT.zip").rename(tmp_path / "zipped" / "EuroSAT.zip")
     monkeypatch.setenv("CALMATCH_DATA", str(tmp_path / "zipped"))
-    packed = data.build("eurosat")
+    packed = build("eurosat")
     assert torch.equal(packed.images, tree.images)
     assert torch.equal(packed.test_labels, tree.test_labels)
 
@@ -220,7 +231,7 @@ def test_any_mode_and_aspect_becomes_a_square_rgb_picture(mode, size):
     else:
         picture = Image.new("RGB", size, (255, 255, 255)).convert(mode)
     kind = "TIFF" if mode == "CMYK" else "PNG"
-    decoded = files.decode(picture_bytes(picture, kind), 16)
+    decoded = decode(picture_bytes(picture, kind), 16)
     assert decoded.shape == (3, 16, 16)
     assert decoded.dtype == np.uint8
     assert decoded.min() >= 250
@@ -231,7 +242,7 @@ def test_a_rotated_photograph_stands_upright():
     picture.paste((255, 0, 0), (0, 0, 32, 8))  # red above
     exif = Image.Exif()
     exif[0x0112] = 3  # stored upside down
-    decoded = files.decode(picture_bytes(picture.rotate(180), exif=exif), 32)
+    decoded = decode(picture_bytes(picture.rotate(180), exif=exif), 32)
     assert decoded[0, 2].min() > 200
 
 
@@ -241,19 +252,19 @@ def test_bombs_and_rubbish_are_refused_by_name(tmp_path, monkeypatch):
     for name, content in (("bomb.png", bomb), ("noise.jpg", b"no picture"), ("empty.png", b"")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} cannot be decoded"):
-            files.Files(tmp_path, (name,), 8).picture(0)
+            ImageFiles(tmp_path, (name,), 8).picture(0)
 
 
 def test_the_cache_is_filled_once_and_keyed_by_content(tmp_path, monkeypatch):
     write_eurosat(tmp_path / "data")
-    first = data.build("eurosat").images
-    monkeypatch.setattr(files, "decode", None)  # decoding again would fail
-    assert torch.equal(data.build("eurosat").images, first)
+    first = build("eurosat").images
+    monkeypatch.setattr(images, "decode", None)  # decoding again would fail
+    assert torch.equal(build("eurosat").images, first)
     monkeypatch.undo()
     monkeypatch.setenv("CALMATCH_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data" / "2750" / "Forest" / "Forest_1.jpg").write_bytes(jpeg(99999))
-    assert not torch.equal(data.build("eurosat").images, first)
+    assert not torch.equal(build("eurosat").images, first)
 
 
 def test_an_interrupted_cache_build_is_not_mistaken_for_a_finished_one(tmp_path):
@@ -262,20 +273,20 @@ def test_an_interrupted_cache_build_is_not_mistaken_for_a_finished_one(tmp_path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.array("key", (4, 3, 2, 2), broken)
+        cached_tensor("key", (4, 3, 2, 2), broken)
     assert not list((tmp_path / "cache").iterdir())
-    whole = cache.array("key", (4, 3, 2, 2), lambda pictures: pictures.fill(9))
+    whole = cached_tensor("key", (4, 3, 2, 2), lambda pictures: pictures.fill(9))
     assert int(whole.min()) == 9
 
 
 def test_arrays_that_nobody_used_for_long_leave_the_cache(tmp_path):
     def make(key: str) -> torch.Tensor:
-        return cache.array(key, (1, 3, 2, 2), lambda pictures: pictures.fill(9))
+        return cached_tensor(key, (1, 3, 2, 2), lambda pictures: pictures.fill(9))
 
-    folder, long_ago = tmp_path / "cache", time.time() - 2 * cache.KEPT
+    folder, long_ago = tmp_path / "cache", time.time() - 2 * KEPT_SECONDS
     for key in ("used", "unused"):
         make(key)
-        cache.note(folder / f"{key}.json", [])
+        write_note(folder / f"{key}.json", [])
     (folder / ".half.npy.1.part").touch()
     (folder / "data").mkdir()  # downloads are not ours to remove
     for path in folder.iterdir():
@@ -288,10 +299,10 @@ def test_arrays_that_nobody_used_for_long_leave_the_cache(tmp_path):
 
 def test_two_processes_building_the_same_cache_do_not_clash(tmp_path):
     code = (
-        "import time, numpy as np; from calmatch.data import cache\n"
+        "import time, numpy as np; from calmatch.data import images\n"
         "def fill(p):\n"
         "    for k in range(len(p)): p[k] = k; time.sleep(0.01)\n"
-        "found = cache.array('both', (40, 3, 4, 4), fill)\n"
+        "found = images.cached_tensor('both', (40, 3, 4, 4), fill)\n"
         "assert all(int(found[k].min()) == k == int(found[k].max()) for k in range(40))"
     )
     env = ALONE | {"CALMATCH_CACHE": str(tmp_path / "cache")}
@@ -303,8 +314,8 @@ def test_two_processes_building_the_same_cache_do_not_clash(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_streamed_and_resident_pictures_make_the_same_batches(tiny, workers):
     config = tiny("fixmatch", chunk=3)
-    resident = prepare(config.replace(source="resident")).batches
-    streamed = prepare(config.replace(source="stream", workers=workers)).batches
+    resident = build_parts(config.replace(source="resident")).batches
+    streamed = build_parts(config.replace(source="stream", workers=workers)).batches
     for step in (0, 1, 2, 3, 7, 4, 11):  # forwards, and jumping as after a restart
         for ours, theirs in zip(resident[step].u, streamed[step].u, strict=True):
             assert torch.equal(ours, theirs)
@@ -313,15 +324,15 @@ def test_streamed_and_resident_pictures_make_the_same_batches(tiny, workers):
 
 
 def test_decoding_workers_give_what_the_cache_holds(tmp_path):
-    from calmatch.data.stream import Stream
+    from calmatch.data.batches import Stream
 
     write_eurosat(tmp_path / "data", per_class=5)
-    found = files.listed(tmp_path / "data", "2750")
+    found = list_class_folders(tmp_path / "data", "2750")
     names = tuple(name for group in found.values() for name in group)
-    all_files = files.Files(tmp_path / "data", names, 32)
+    all_files = ImageFiles(tmp_path / "data", names, 32)
     rows = torch.arange(0, 50, 2)
     stream = Stream(all_files, rows, torch.device("cpu"), workers=2)
-    expected = files.loaded(all_files, "test")[rows]
+    expected = load_cached(all_files, "test")[rows]
     assert torch.equal(torch.cat(list(stream.batches(7))), expected)
 
 
@@ -349,9 +360,9 @@ def test_a_run_that_decodes_as_it_goes_equals_one_from_the_cache(tmp_path):
 
 
 def test_pictures_are_streamed_when_they_do_not_fit(tiny):
-    parts = prepare(tiny(memory=0.0))
+    parts = build_parts(tiny(memory=0.0))
     assert type(parts.batches.sources["u"]).__name__ == "Stream"
-    assert type(prepare(tiny()).batches.sources["u"]).__name__ == "Resident"
+    assert type(build_parts(tiny()).batches.sources["u"]).__name__ == "Resident"
 
 
 def test_check_finds_leaks_and_files_that_are_no_pictures(tmp_path):
@@ -362,13 +373,13 @@ def test_check_finds_leaks_and_files_that_are_no_pictures(tmp_path):
             (root / name / f"{n}.jpg").write_bytes(jpeg(100 * k + n, (16, 16)))
     leaked = (root / "a" / "3.jpg").read_bytes()
     (root / "b" / "9.jpg").write_bytes(leaked)  # the last of b is in its test set
-    found = dict(check(f"folder(path={str(root)!r}, size=16)", labels=6))
+    found = dict(check_dataset(f"folder(path={str(root)!r}, size=16)", labels=6))
     assert found["test pictures also in training"].startswith("1 ")
     assert found["test pictures nearly in training"].startswith("1 ")
     assert found["class 1 b"] == "8 training, 2 test"
     assert "6 labelled" in found["split with seed 0"]
     (root / "c" / "4.jpg").write_bytes(b"rubbish")
-    found = dict(check(f"folder(path={str(root)!r}, size=16)"))
+    found = dict(check_dataset(f"folder(path={str(root)!r}, size=16)"))
     assert found["undecodable files"].startswith("1\nc/4.jpg")
 
 
@@ -380,7 +391,7 @@ EUROSAT_ZIP = Path(__file__).parents[2] / "shared" / "data" / "EuroSAT.zip"
 def test_eurosat_is_learnt_from_its_real_jpeg_tree(tmp_path, monkeypatch):
     with zipfile.ZipFile(EUROSAT_ZIP) as archive:
         archive.extractall(tmp_path / "data")
-    found = data.build("eurosat")
+    found = build("eurosat")
     assert (len(found.labels), len(found.test_labels)) == (21_600, 5_400)
     config = recipes.eurosat_40(
         "fixmatch", net="small(width=16)", steps=600, batch=16, ratio=2, lr=3e-3, warmup=20
@@ -401,7 +412,7 @@ def test_what_was_looked_at_in_a_kept_array_is_let_go(tmp_path, monkeypatch):
     def fill(array):
         array[:] = 7
 
-    kept = cache.mapped("large", (1024, 4096), fill)
+    kept = cached_array("large", (1024, 4096), fill)
     assert int(kept.take(torch.arange(1024)).long().sum()) == 7 * 1024 * 4096
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     resident = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calmatch import guard, trainer
-from calmatch.data.datasets import synthetic
-from calmatch.environment import deterministic
+from calmatch.data.dataset import synthetic
+from calmatch.training import nonfinite
+from calmatch.training.loop import new_training
+from calmatch.training.setup import deterministic
 from conftest import ALL_METHODS
 
 
@@ -64,12 +65,12 @@ def test_numbers_stay_finite_at_every_edge(tiny, method, edge):
     changes, change = EDGES[edge]
     penalty = "" if method == "supervised" else "margin(m=1)"
     settings = {"steps": 5, "ema": 0.9, "lr": 1e-4, "penalty": penalty, **changes}
-    run = trainer.fresh(tiny(method, **settings))
+    run = new_training(tiny(method, **settings))
     with torch.no_grad():
         change(run.parts.net)
     while run.step < run.config.steps:
         run.advance(run.parts.batches[run.step])
-        assert not guard.broken(run), f"step {run.step}"
+        assert not nonfinite.nonfinite_names(run), f"step {run.step}"
     pictures = run.parts.batches[0].x[0]
     log_probs = run.parts.method.predict(run.parts.net, pictures)
     assert not log_probs.isnan().any()
@@ -78,7 +79,7 @@ def test_numbers_stay_finite_at_every_edge(tiny, method, edge):
 
 
 def test_the_edges_are_what_they_say(tiny):
-    run = trainer.fresh(tiny())
+    run = new_training(tiny())
     batch = run.parts.batches[0]
     with torch.no_grad():
         saturated(run.parts.net)
@@ -91,7 +92,7 @@ def test_the_edges_are_what_they_say(tiny):
         (5, "fewer unlabelled pictures than the batch"),
         (1, "one unlabelled picture"),
     ):
-        run = trainer.fresh(tiny(**EDGES[edge][0]))
+        run = new_training(tiny(**EDGES[edge][0]))
         assert len(run.parts.split.labelled) == 4
         assert len(run.parts.batches[0].u_id) == rows
 
@@ -99,18 +100,18 @@ def test_the_edges_are_what_they_say(tiny):
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_what_overflows_all_the_same_is_noticed(tiny, method):
     """Weights beyond what any arithmetic can carry."""
-    run = trainer.fresh(tiny(method, precision="bf16"))
+    run = new_training(tiny(method, precision="bf16"))
     with torch.no_grad():
         for weight in run.parts.net.parameters():
             weight.fill_(3e38)
     run.advance(run.parts.batches[0])
-    assert not guard.finite(run)
+    assert not nonfinite.is_finite(run)
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_every_method_steps_where_only_deterministic_operations_are_allowed(tiny, method):
     with deterministic(True):
-        run = trainer.fresh(tiny(method, deterministic=True))
+        run = new_training(tiny(method, deterministic=True))
         run.advance(run.parts.batches[0])
-    assert guard.finite(run)
+    assert nonfinite.is_finite(run)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -13,29 +13,44 @@ from types import SimpleNamespace
 
 import pytest
 
-from calmatch import checkpoint, cli, load_run, train
-from calmatch.bench import engines, pace, ray_node, run, suites
-from calmatch.bench import job as jobs
-from calmatch.bench.board import Board
-from calmatch.bench.engines import Slot
-from calmatch.bench.job import Job
-from calmatch.bench.rows import Cell
-from calmatch.options import BenchOptions
+from calmatch import cli, load_run, train
+from calmatch.bench import BenchOptions, choose_cells, engine, shorten
+from calmatch.bench.engine import (
+    RUN_LOG,
+    Job,
+    SuiteProgress,
+    Worker,
+    estimate_seconds,
+    find_throughput,
+    job_command,
+    job_state,
+    known_throughputs,
+    last_log_lines,
+    local_workers,
+    reached_step,
+    run_locally,
+    saved_step,
+    start_job,
+    throughput_of,
+)
+from calmatch.bench.paper import SUITES, Cell
+from calmatch.bench.ray import Assignment, Coordinator, changed_files, run_assignment
+from calmatch.files import lock, write
 from conftest import ALONE, calmatch
 
-PLACES = [Slot(f"cpu {k}", {"OMP_NUM_THREADS": "1"}) for k in range(2)]
+PLACES = [Worker(f"cpu {k}", {"OMP_NUM_THREADS": "1"}) for k in range(2)]
 FILES = ("result.json", "metrics.jsonl", "predictions.npz", "model.safetensors")
 
 
 def perform(todo, places=PLACES):
     """The local engine in this process."""
-    board = Board("test", todo, quiet=True)
-    engines.local(todo, board, places, [])
+    board = SuiteProgress("test", todo, quiet=True)
+    run_locally(todo, board, places, [])
     return {job.name: board.items[job] for job in todo}
 
 
 def lines_of(folder):
-    return (folder / jobs.LOG).read_text().splitlines()
+    return (folder / RUN_LOG).read_text().splitlines()
 
 
 def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path):
@@ -52,14 +67,14 @@ def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path):
     assert [again[name].state for name in ("good", "bad")] == ["kept", "failed"]
     assert (good.folder / "result.json").stat().st_mtime_ns == before
     assert sum(" -m calmatch train " in line for line in lines_of(bad.folder)) == 2
-    assert words in jobs.last_lines(bad.folder)[-1]
+    assert words in last_log_lines(bad.folder)[-1]
 
 
 def test_a_run_that_another_process_holds_is_waited_for_and_kept(tiny, tmp_path, monkeypatch):
     job = Job("held", tiny(), tmp_path / "held")
-    board = Board("test", [job], quiet=True)
-    lock = checkpoint.lock(job.folder)
-    lock.__enter__()
+    board = SuiteProgress("test", [job], quiet=True)
+    held = lock(job.folder)
+    held.__enter__()
     waited = []
 
     def finish_elsewhere():
@@ -70,30 +85,30 @@ def test_a_run_that_another_process_holds_is_waited_for_and_kept(tiny, tmp_path,
             metrics = dict.fromkeys(("error", "ece"), half)
             result = {"title": "held", "classes": ["a", "b"], "metrics": metrics}
             (job.folder / "result.json").write_text(json.dumps(result))
-            lock.__exit__(None, None, None)
+            held.__exit__(None, None, None)
 
     monkeypatch.setattr(board, "tick", finish_elsewhere)
-    monkeypatch.setattr(jobs, "start", lambda *_: pytest.fail("it was started a second time"))
-    engines.local([job], board, PLACES, [])
+    monkeypatch.setattr(engine, "start_job", lambda *_: pytest.fail("it was started a second time"))
+    run_locally([job], board, PLACES, [])
     assert waited[0] == "held"
     assert board.items[job].state == "kept"
 
 
 def test_states_tell_finished_half_done_and_new_apart_and_refuse_another_config(tiny, tmp_path):
     job = Job("run", tiny(steps=30), tmp_path / "run")
-    assert jobs.state(job) == "new"
+    assert job_state(job) == "new"
     assert not job.folder.exists()
-    jobs.command(job)
+    job_command(job)
     (job.folder / "checkpoint").mkdir()
     (job.folder / "checkpoint" / "000000020.safetensors").touch()
-    assert jobs.state(job) == "half done"
-    assert jobs.saved(job.folder) == 20
-    with checkpoint.lock(job.folder):
-        assert jobs.state(job) == "running"
-    for look in (jobs.state, jobs.command):
+    assert job_state(job) == "half done"
+    assert saved_step(job.folder) == 20
+    with lock(job.folder):
+        assert job_state(job) == "running"
+    for look in (job_state, job_command):
         with pytest.raises(ValueError, match="holds a run with steps=30"):
             look(job._replace(config=tiny(steps=40)))
-    assert jobs.state(job._replace(config=tiny(steps=30, workers=7))) == "half done"
+    assert job_state(job._replace(config=tiny(steps=30, workers=7))) == "half done"
 
 
 def write_times(folder, moments):
@@ -107,9 +122,9 @@ def test_the_pace_of_a_run_forgets_the_night_it_was_stopped(tmp_path):
     night = [(step, t + (30_000 if step > 100 else 0)) for step, t in steady]
     for moments in (steady, night):
         write_times(tmp_path / "run", moments)
-        assert pace.of(tmp_path / "run", 200).step == pytest.approx(0.1)
-    assert jobs.reached(tmp_path / "run") == 190
-    assert pace.of(tmp_path / "nothing", 200) is None
+        assert throughput_of(tmp_path / "run", 200).step == pytest.approx(0.1)
+    assert reached_step(tmp_path / "run") == 190
+    assert throughput_of(tmp_path / "nothing", 200) is None
 
 
 def test_an_estimate_prefers_the_same_method_and_says_what_is_unknown(tiny, tmp_path):
@@ -121,22 +136,24 @@ def test_an_estimate_prefers_the_same_method_and_says_what_is_unknown(tiny, tmp_
     ]
     write_times(todo[0].folder, [(step, 1.0 * step) for step in (10, 20, 30)])
     write_times(todo[1].folder, [(step, 3.0 * step) for step in (10, 20, 30)])
-    (todo[0].folder / jobs.LOG).write_text("# 2026-01-01 00:00:00 x\n# exit code 0 after 108.0 s\n")
-    paces = pace.known(todo)
-    assert pace.find(todo[0].config, paces) == pytest.approx((1.0, 8.0))
-    assert pace.find(todo[1].config, paces) == pytest.approx((3.0, 0.0))
-    assert pace.find(todo[2].config, paces) == pytest.approx((2.0, 8.0))  # the same net and batch
-    assert pace.estimate(todo, paces) == (pytest.approx(108 + 300 + 208), 1)
+    (todo[0].folder / RUN_LOG).write_text("# 2026-01-01 00:00:00 x\n# exit code 0 after 108.0 s\n")
+    paces = known_throughputs(todo)
+    assert find_throughput(todo[0].config, paces) == pytest.approx((1.0, 8.0))
+    assert find_throughput(todo[1].config, paces) == pytest.approx((3.0, 0.0))
+    assert find_throughput(todo[2].config, paces) == pytest.approx(
+        (2.0, 8.0)
+    )  # the same net and batch
+    assert estimate_seconds(todo, paces) == (pytest.approx(108 + 300 + 208), 1)
 
 
 def test_a_machine_is_divided_by_cores_and_cards(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(engines, "devices", lambda: ("cpu", ["0"]))
-    assert [slot.env["OMP_NUM_THREADS"] for slot in engines.slots(100)] == ["1"] * 8
-    assert [slot.env["OMP_NUM_THREADS"] for slot in engines.slots(3)] == ["2"] * 3
-    assert len(engines.slots(100, per_device=2)) == 2
-    monkeypatch.setattr(engines, "devices", lambda: ("cuda", ["3", "5"]))
-    cards = engines.slots(100, per_device=2)
+    monkeypatch.setattr(engine, "local_devices", lambda: ("cpu", ["0"]))
+    assert [slot.env["OMP_NUM_THREADS"] for slot in local_workers(100)] == ["1"] * 8
+    assert [slot.env["OMP_NUM_THREADS"] for slot in local_workers(3)] == ["2"] * 3
+    assert len(local_workers(100, per_device=2)) == 2
+    monkeypatch.setattr(engine, "local_devices", lambda: ("cuda", ["3", "5"]))
+    cards = local_workers(100, per_device=2)
     assert [slot.env["CUDA_VISIBLE_DEVICES"] for slot in cards] == ["3", "5"]
     assert [slot.together for slot in cards] == [2, 2]
 
@@ -144,10 +161,10 @@ def test_a_machine_is_divided_by_cores_and_cards(monkeypatch):
 def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path):
     settings = [tiny(seed=0), tiny(seed=1, split_seed=1), tiny("freematch", seed=0)]
     todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
-    found = perform(todo, [Slot("card", {"OMP_NUM_THREADS": "1"}, together=3)])
+    found = perform(todo, [Worker("card", {"OMP_NUM_THREADS": "1"}, together=3)])
     assert [item.state for item in found.values()] == ["finished"] * 3
-    assert "calmatch.bench.together" in lines_of(todo[0].folder)[0]
-    assert not (todo[1].folder / jobs.LOG).exists()
+    assert "engine.train_folders" in lines_of(todo[0].folder)[0]
+    assert not (todo[1].folder / RUN_LOG).exists()
     assert (todo[1].folder / "report.html").exists()
     alone = train(settings[1], tmp_path / "alone", quiet=True)
     for name in FILES:
@@ -159,11 +176,13 @@ def test_a_place_takes_further_rows_while_there_is_room(tiny, tmp_path, monkeypa
     settings += [tiny(fold=1), tiny(fold=2)]
     todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
     began = []
-    original = jobs.start
+    original = start_job
     monkeypatch.setattr(
-        jobs, "start", lambda *some, env: (began.append(len(some)), original(*some, env=env))[1]
+        engine,
+        "start_job",
+        lambda *some, env: (began.append(len(some)), original(*some, env=env))[1],
     )
-    found = perform(todo, [Slot("card", {"OMP_NUM_THREADS": "1"}, together=3)])
+    found = perform(todo, [Worker("card", {"OMP_NUM_THREADS": "1"}, together=3)])
     assert [item.state for item in found.values()] == ["finished"] * 5
     assert began in ([2, 1, 2], [2, 1, 1, 1])  # the folds when two are free, or one by one
 
@@ -174,16 +193,18 @@ def test_a_process_takes_five_runs_at_most(tiny, tmp_path, monkeypatch):
         job.folder.mkdir()
     began = []
     monkeypatch.setattr(
-        jobs, "start", lambda *some, env: (began.append(len(some)), subprocess.Popen("false"))[1]
+        engine,
+        "start_job",
+        lambda *some, env: (began.append(len(some)), subprocess.Popen("false"))[1],
     )
-    perform(todo, [Slot("card", {}, together=20)])
+    perform(todo, [Worker("card", {}, together=20)])
     assert began == [5, 1]
 
 
 def test_what_does_not_fit_into_the_minutes_is_left(tiny, tmp_path):
     todo = [Job(f"run{k}", tiny(seed=k), tmp_path / f"run{k}") for k in range(3)]
-    board = Board("test", todo, quiet=True)
-    engines.local(todo, board, PLACES[:1], [], minutes=0.1 / 60)  # over before the first one ends
+    board = SuiteProgress("test", todo, quiet=True)
+    run_locally(todo, board, PLACES[:1], [], minutes=0.1 / 60)  # over before the first one ends
     assert board.items[todo[0]].state in ("stopped", "finished")
     assert [board.items[job].state for job in todo[1:]] == ["left", "left"]
     assert not (tmp_path / "run1").exists()
@@ -200,7 +221,7 @@ def stand_in(tiny, monkeypatch):
             for method in ("supervised", "fixmatch")
         ]
 
-    monkeypatch.setitem(suites.SUITES, "tiny", rows)
+    monkeypatch.setitem(SUITES, "tiny", rows)
 
 
 def test_a_dry_run_lists_states_and_measures_real_steps(stand_in, tmp_path, capsys):
@@ -234,44 +255,29 @@ def test_mistakes_are_one_sentence(stand_in, tmp_path, capsys, words, sentence):
 
 def test_fewer_steps_shrink_every_interval(tiny):
     config = tiny(steps=1000, warmup=100, log_every=50, eval_every=0, checkpoint_every=500)
-    small = run.scaled(config, 10)
+    small = shorten(config, 10)
     assert (small.steps, small.warmup, small.log_every) == (10, 1, 1)
     assert (small.eval_every, small.checkpoint_every) == (0, 5)
 
 
 def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
     options = BenchOptions("tiny", tmp_path, seeds=(3, 4), only="FIX", protocol="paper", steps=6)
-    found = run.choose(options)
+    found = choose_cells(options)
     assert [(cell.row, cell.seed) for cell in found] == [("fixmatch", 3), ("fixmatch", 4)]
     assert {cell.config.protocol for cell in found} == {"paper"}
     assert {cell.config.steps for cell in found} == {6}
 
 
-def test_runs_that_stand_in_files_are_not_made_again(stand_in, tiny, tmp_path):
-    from calmatch.bench import compact
-
-    train(run.scaled(tiny("fixmatch"), 6), tmp_path / "there", quiet=True)
-    lines = [json.dumps(line) for line in compact.collect([tmp_path / "there"])]
-    (tmp_path / "some.jsonl").write_text("\n".join(lines))
-    known = {"steps": 6, "known": (tmp_path / "some.jsonl",), "quiet": True}
-    found = run.choose(BenchOptions("tiny", tmp_path, **known))
-    assert [cell.row for cell in found] == ["supervised"]
-    found = run.choose(BenchOptions("tiny", tmp_path, seeds=(1,), **known))
-    assert [cell.row for cell in found] == ["supervised", "fixmatch"]
-
-
-# Ray's desk, without Ray
-
-
 def test_only_the_newest_attempt_may_write_and_the_result_comes_last(tmp_path, monkeypatch):
-    desk = ray_node.Desk([str(tmp_path / "run")])
+    desk = Coordinator([str(tmp_path / "run")])
     desk.expect(0, 1)
     assert desk.open(0, 1, "a") == {}
     files = {"result.json": b"{}", "checkpoint/000000001.safetensors": b"1", "metrics.jsonl": b"x"}
     written = []
-    original = checkpoint.write
+    original = write
     monkeypatch.setattr(
-        checkpoint, "write", lambda path, data: (written.append(path.name), original(path, data))
+        "calmatch.bench.ray.write",
+        lambda path, data: (written.append(path.name), original(path, data)),
     )
     assert desk.report(0, 1, 5, files, list(files)) is False
     assert written == ["000000001.safetensors", "metrics.jsonl", "result.json"]
@@ -282,7 +288,7 @@ def test_only_the_newest_attempt_may_write_and_the_result_comes_last(tmp_path, m
     assert desk.open(0, 2, "b") == files
     newer = {"checkpoint/000000002.safetensors": b"2"}
     desk.report(0, 2, 9, newer, list(newer))
-    assert jobs.saved(tmp_path / "run") == 2
+    assert saved_step(tmp_path / "run") == 2
     assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 1
     desk.stop()
     assert desk.report(0, 2, 9, {}, []) is True
@@ -293,11 +299,11 @@ def test_a_node_sends_only_what_changed_and_nothing_hidden(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     for name in ("metrics.jsonl", "checkpoint/1.safetensors", ".lock"):
         (tmp_path / name).write_text(name)
-    files, marks = ray_node.changed(tmp_path, {})
+    files, marks = changed_files(tmp_path, {})
     assert list(files) == ["checkpoint/1.safetensors", "metrics.jsonl"]  # the log after it
-    assert ray_node.changed(tmp_path, marks)[0] == {}
+    assert changed_files(tmp_path, marks)[0] == {}
     (tmp_path / "metrics.jsonl").write_text("more")
-    assert ray_node.changed(tmp_path, marks)[0] == {"metrics.jsonl": b"more"}
+    assert changed_files(tmp_path, marks)[0] == {"metrics.jsonl": b"more"}
 
 
 class Home:
@@ -317,17 +323,17 @@ class Home:
 
 def test_a_failed_run_on_a_node_speaks_of_its_folder_at_home(tiny, tmp_path, monkeypatch):
     home = tmp_path / "home" / "run"
-    desk = ray_node.Desk([str(home)])
+    desk = Coordinator([str(home)])
     desk.expect(0, 1)
 
     def start(*bundle, env, orphaned):
-        (bundle[0].folder / jobs.LOG).write_text(f"calmatch: {bundle[0].folder} is full.\n")
+        (bundle[0].folder / RUN_LOG).write_text(f"calmatch: {bundle[0].folder} is full.\n")
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
 
-    monkeypatch.setattr(jobs, "start", start)
-    order = ray_node.Order(0, 1, "run", tiny(), str(home), {}, 0.1)
-    assert ray_node.work(Home(desk), order) == 2
-    assert f"calmatch: {home} is full." in (home / jobs.LOG).read_text()
+    monkeypatch.setattr("calmatch.bench.ray.start_job", start)
+    order = Assignment(0, 1, "run", tiny(), str(home), {}, 0.1)
+    assert run_assignment(Home(desk), order) == 2
+    assert f"calmatch: {home} is full." in (home / RUN_LOG).read_text()
 
 
 # The command as a person uses it

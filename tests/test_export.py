@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import export, model, posthoc, trainer
-from calmatch.augment import looks
-from conftest import calmatch, write_model
+from calmatch import augment, export, posthoc
+from calmatch.model import Model, load_model, save_calibration
+from calmatch.training.loop import train
+from conftest import calmatch, write_random_model
 from test_model import FAMILIES, pictures
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -24,15 +25,15 @@ def run(path, to: str, images: torch.Tensor) -> torch.Tensor:
     return torch.export.load(path).module()(images)
 
 
-def calibrated(folder, kind: str, size: int) -> model.Model:
+def calibrated(folder, kind: str, size: int) -> Model:
     """A model whose calibration does something."""
-    logits = model.load(folder).logits(pictures(120, size, seed=1))
+    logits = load_model(folder).logits(pictures(120, size, seed=1))
     truth = torch.where(torch.arange(120) % 3 == 0, logits.argsort(1)[:, -2], logits.argmax(1))
-    model.save_calibration(folder, posthoc.SCALINGS[kind](logits, truth))
-    return model.load(folder)
+    save_calibration(folder, posthoc.SCALINGS[kind](logits, truth))
+    return load_model(folder)
 
 
-def same(folder, to: str, loaded: model.Model) -> None:
+def same(folder, to: str, loaded: Model) -> None:
     path = export.export(loaded, folder / f"model.{to}", to)
     for n in (1, 2, 9):
         images = pictures(n, loaded.size, seed=n)
@@ -42,7 +43,7 @@ def same(folder, to: str, loaded: model.Model) -> None:
 
 
 def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
-    write_model(tmp_path, "tiny", 4, 8)
+    write_random_model(tmp_path, "tiny", 4, 8)
     same(tmp_path, "onnx", calibrated(tmp_path, "isotonic", 8))
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     (taken,), (given,) = session.get_inputs(), session.get_outputs()
@@ -57,7 +58,7 @@ def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path)
 
 
 def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
-    write_model(tmp_path, "tiny", 4, 8)
+    write_random_model(tmp_path, "tiny", 4, 8)
     same(tmp_path, "pt2", calibrated(tmp_path, "vector", 8))
     extra = {"classes": "", "preprocessing": ""}
     torch.export.load(tmp_path / "model.pt2", extra_files=extra)
@@ -66,12 +67,12 @@ def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
 
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 def test_looks_are_exported(tmp_path, to):
-    write_model(tmp_path, "tiny", 4, 8)
-    alone = model.load(tmp_path).probabilities(pictures(9, 8))
+    write_random_model(tmp_path, "tiny", 4, 8)
+    alone = load_model(tmp_path).probabilities(pictures(9, 8))
     note = json.loads((tmp_path / "model.json").read_text())
-    note["looks"] = looks.chosen(5, "flip|crop(2)")
+    note["looks"] = augment.tta_views(5, "flip|crop(2)")
     (tmp_path / "model.json").write_text(json.dumps(note))
-    loaded = model.load(tmp_path)
+    loaded = load_model(tmp_path)
     assert (loaded.probabilities(pictures(9, 8)) - alone).abs().max() > 0.01
     same(tmp_path, to, loaded)
 
@@ -80,7 +81,7 @@ def test_looks_are_exported(tmp_path, to):
 @pytest.mark.parametrize("kind", sorted(posthoc.SCALINGS))
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 def test_every_kind_of_calibration_is_exported(tmp_path, kind, to):
-    write_model(tmp_path, "tiny", 4, 8)
+    write_random_model(tmp_path, "tiny", 4, 8)
     loaded = calibrated(tmp_path, kind, 8)
     raw = loaded.logits(pictures(50, 8)).softmax(1)
     moved = (loaded.probabilities(pictures(50, 8)) - raw).abs().max()
@@ -92,20 +93,20 @@ def test_every_kind_of_calibration_is_exported(tmp_path, kind, to):
 @pytest.mark.parametrize(("net", "size"), FAMILIES[1:])
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 def test_every_family_of_networks_is_exported(tmp_path, net, size, to):
-    write_model(tmp_path, net, 5, size)
+    write_random_model(tmp_path, net, 5, size)
     same(tmp_path, to, calibrated(tmp_path, "isotonic", size))
 
 
 @pytest.mark.slow
 def test_a_method_with_an_own_way_to_predict_is_exported_with_it(tiny, tmp_path):
-    trainer.train(tiny("bam"), tmp_path / "run", quiet=True)
-    same(tmp_path / "run", "onnx", model.load(tmp_path / "run"))
+    train(tiny("bam"), tmp_path / "run", quiet=True)
+    same(tmp_path / "run", "onnx", load_model(tmp_path / "run"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 def test_the_command_says_where_the_file_is_and_nothing_else(tmp_path, to):
-    write_model(tmp_path, "tiny", 3, 8)
+    write_random_model(tmp_path, "tiny", 3, 8)
     done = calmatch("export", tmp_path, "--to", to, "-o", tmp_path / "mine")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"Exported: {tmp_path / 'mine'}\n"
@@ -113,8 +114,8 @@ def test_the_command_says_where_the_file_is_and_nothing_else(tmp_path, to):
 
 
 def test_a_file_that_disagrees_with_the_model_is_not_written(tmp_path, monkeypatch):
-    write_model(tmp_path, "tiny", 3, 8)
-    loaded = model.load(tmp_path)
+    write_random_model(tmp_path, "tiny", 3, 8)
+    loaded = load_model(tmp_path)
     for wrong in (0.001, np.nan):
         fake = lambda data, wrong=wrong: lambda images: loaded.probabilities(images) + wrong  # noqa: E731
         monkeypatch.setattr(export, "_run_pt2", fake)
@@ -124,8 +125,8 @@ def test_a_file_that_disagrees_with_the_model_is_not_written(tmp_path, monkeypat
 
 
 def test_mistakes_are_one_sentence(tmp_path):
-    write_model(tmp_path, "tiny", 3, 8)
-    loaded = model.load(tmp_path)
+    write_random_model(tmp_path, "tiny", 3, 8)
+    loaded = load_model(tmp_path)
     with pytest.raises(ValueError, match="no export to 'tflite'"):
         export.export(loaded, tmp_path / "x", "tflite")
     with pytest.raises(ValueError, match="cannot be written"):

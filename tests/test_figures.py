@@ -2,13 +2,13 @@ import json
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import fabricated
-from calmatch.bench import chosen, figures, stats, suites
-from calmatch.bench.figures import curves, densities, forest, ranks
-from calmatch.bench.groups import gather
+from calmatch.bench import figures
+from calmatch.bench.paper import suite_cells
+from calmatch.bench.tables import gather_runs
 from calmatch.cli import main
+from calmatch.report import charts
 
 ROWS = ("supervised", "fixmatch", "fixmatch + margin", "freematch", "freematch + margin")
 
@@ -16,7 +16,7 @@ ROWS = ("supervised", "fixmatch", "fixmatch + margin", "freematch", "freematch +
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
-    for cell in suites.cells("digits", [0, 1]):
+    for cell in suite_cells("digits", [0, 1]):
         if cell.row not in ROWS:
             continue
         penalised = "margin" in cell.row
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return gather([folder])
+    return gather_runs([folder])
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,16 @@ def prepared(found):
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_a_figure_fits_a_page_and_is_the_same_bytes_each_time(prepared, name):
-    figure = figures.drawn(name, prepared[name])
+    figure = figures.draw_figure(name, prepared[name])
     assert 3.3 <= figure.get_size_inches()[0] <= 9
-    first = figures.encode(figure, ".svg")
+    first = charts.encode(figure, ".svg")
     assert len(first) > 3000
-    assert figures.encode(figures.drawn(name, prepared[name]), ".svg") == first
+    assert charts.encode(figures.draw_figure(name, prepared[name]), ".svg") == first
 
 
 @pytest.mark.parametrize("ending", [".pdf", ".png"])
 def test_other_formats_are_the_same_bytes_too(prepared, ending):
-    drawn = [figures.encode(figures.drawn("ranks", prepared["ranks"]), ending) for _ in "ab"]
+    drawn = [charts.encode(figures.draw_figure("ranks", prepared["ranks"]), ending) for _ in "ab"]
     assert drawn[0] == drawn[1]
 
 
@@ -73,11 +73,11 @@ def test_a_figure_says_what_it_is():
 @pytest.mark.parametrize("name", [n for n, item in figures.FIGURES.items() if item.published])
 def test_published_numbers_can_be_drawn(name):
     content = figures.FIGURES[name].published()
-    assert figures.encode(figures.drawn(name, content), ".svg")
+    assert charts.encode(figures.draw_figure(name, content), ".svg")
 
 
 def test_reliability_puts_a_penalised_run_below_its_method(prepared):
-    figure = figures.drawn("reliability", prepared["reliability"])
+    figure = figures.draw_figure("reliability", prepared["reliability"])
     figure.canvas.draw()
     places = {axes.get_title(): axes.get_position() for axes in figure.axes}
     for method in ("fixmatch", "freematch"):
@@ -88,7 +88,7 @@ def test_reliability_puts_a_penalised_run_below_its_method(prepared):
 
 
 def test_entropies_and_slopes_are_right():
-    content = curves.prepare_entropy()
+    content = figures.prepare_entropy()
     p = np.array(content["p"])
     shannon, least = np.array(content["shannon"]), np.array(content["min"])
     assert (least <= shannon + 1e-12).all()
@@ -118,7 +118,7 @@ def test_many_log_lines_become_few_points_weighted_by_what_was_accepted(folder, 
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     try:
-        curve = curves.series(group._replace(runs={(0, 0): run}), "train", ["agree"])
+        curve = figures.series(group._replace(runs={(0, 0): run}), "train", ["agree"])
     finally:
         path.write_text(before)
     assert len(curve["step"]) == 100
@@ -127,7 +127,7 @@ def test_many_log_lines_become_few_points_weighted_by_what_was_accepted(folder, 
 
 def test_logits_are_centred_and_keep_their_distances(found):
     group = found.groups[0]
-    logits, _, names = densities.centred(group)
+    logits, _, names = figures.centred(group)
     log_probs, _ = next(iter(group.runs.values())).predictions()
     assert np.allclose(logits.mean(1), 0)
     wanted = log_probs.double().numpy()
@@ -146,18 +146,18 @@ def test_densities_integrate_to_one_and_the_penalty_narrows_the_range(prepared):
 
 def test_a_class_that_is_not_there_is_a_sentence(found):
     with pytest.raises(ValueError, match="There is no class 10"):
-        densities.prepare_logits(found, target=10)
+        figures.prepare_logits(found, target=10)
 
 
 def test_many_classes_show_the_target_and_its_rivals(found, tmp_path):
-    cell = suites.cells("digits", [0])[0]
+    cell = suite_cells("digits", [0])[0]
     place = fabricated.run(tmp_path / "run", cell.config)
     result = json.loads((place / "result.json").read_text())
     (place / "result.json").write_text(
         json.dumps({**result, "classes": [str(k) for k in range(30)]})
     )
     fabricated.history(place, classes=30)
-    panel = densities.prepare_logits(gather([place]), target=25)["panels"][0]
+    panel = figures.prepare_logits(gather_runs([place]), target=25)["panels"][0]
     assert len(panel["density"]) == 10
     assert "25" in panel["density"]
 
@@ -167,29 +167,29 @@ def test_before_and_after_shows_pairs_and_the_margin(prepared, found):
     assert set(rows) == set(ROWS) - {"supervised"}
     assert rows["fixmatch"]["margin"] is None
     assert rows["fixmatch + margin"]["margin"] == 10
-    plain = gather([next(iter(found.groups[0].runs.values())).folder])
+    plain = gather_runs([next(iter(found.groups[0].runs.values())).folder])
     with pytest.raises(ValueError, match="with a penalty"):
-        densities.prepare_penalty(plain)
+        figures.prepare_penalty(plain)
 
 
 def test_ranks_of_the_published_numbers_reach_the_figure():
-    tests = ranks.published_ranks()["tests"]
+    tests = figures.published_ranks()["tests"]
     assert tests["all"]["rank"]["freematch + margin"] == pytest.approx(2.0833, abs=1e-3)
-    assert len(ranks.published_radar()["plots"]) == 6
-    assert all(plot["rim"] > max(plot["ece"]) for plot in ranks.published_radar()["plots"])
+    assert len(figures.published_radar()["plots"]) == 6
+    assert all(plot["rim"] > max(plot["ece"]) for plot in figures.published_radar()["plots"])
 
 
 def test_with_several_columns_most_figures_are_one_for_each(found):
     other = [group._replace(column="other") for group in found.groups]
     both = found._replace(groups=[*found.groups, *other])
-    made = {stem: part for _, stem, part in figures.each(both)}
+    made = {stem: part for _, stem, part in figures.figures_of(both)}
     assert made["penalty_other"].columns == ["other"]
     assert made["ranks"].columns == ["digits_40", "other"]
-    assert [stem for _, stem, _ in figures.each(found)] == list(figures.FIGURES)
+    assert [stem for _, stem, _ in figures.figures_of(found)] == list(figures.FIGURES)
     with pytest.raises(ValueError, match="Did you mean 'other'"):
         both.only("othr")
     with pytest.raises(ValueError, match="choose runs with --column"):
-        densities.prepare_logits_all(both._replace(groups=both.groups * 5))
+        figures.prepare_logits_all(both._replace(groups=both.groups * 5))
 
 
 def test_the_command_draws_lists_and_refuses(folder, tmp_path, capsys):
@@ -204,15 +204,14 @@ def test_the_command_draws_lists_and_refuses(folder, tmp_path, capsys):
 
 
 def test_mistakes_are_sentences(folder, tmp_path, monkeypatch):
-    from calmatch.bench.command import figure
-    from calmatch.options import FigureOptions
+    from calmatch.bench import FigureOptions, figure_command
 
     monkeypatch.chdir(tmp_path)
-    figure("entropy", FigureOptions())
+    figure_command("entropy", FigureOptions())
     assert (tmp_path / "entropy.svg").read_text().lstrip().startswith("<?xml")
-    figure("logits", FigureOptions((folder,), target=3))
+    figure_command("logits", FigureOptions((folder,), target=3))
     assert (tmp_path / "logits.svg").exists()
-    figure("critical", FigureOptions(published=True, out=tmp_path / "c.png"))
+    figure_command("critical", FigureOptions(published=True, out=tmp_path / "c.png"))
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     for name, options, message in (
         ("ranks", FigureOptions(), "needs run folders"),
@@ -220,21 +219,4 @@ def test_mistakes_are_sentences(folder, tmp_path, monkeypatch):
         ("entropy", FigureOptions(out=tmp_path / "x.gif"), "should end in"),
     ):
         with pytest.raises(ValueError, match=message):
-            figure(name, options)
-
-
-def test_a_margin_that_only_the_test_set_favours_lies_on_both_sides_of_zero():
-    worse, better = stats.paired([1.0, 2.0, 3.0]), stats.paired([-1.0, -2.0, -3.0])
-    told = {
-        (m, c): worse if c == "last step" else better for m in chosen.SHOWN for c in chosen.CHOICES
-    }
-    figure = Figure()
-    forest.draw_forest(figure, [chosen.Change("freematch + margin", "EuroSAT", told)] * 2)
-    for panel in figure.axes:
-        assert [box.get_label() for box in panel.containers] == list(forest.WORDS)
-        last, best = (box.lines[0] for box in panel.containers)
-        assert (last.get_xdata() > 0).all()
-        assert (best.get_xdata() < 0).all()
-        bottom, top = panel.get_ylim()
-        assert top < min(last.get_ydata()) < max(best.get_ydata()) < bottom  # none is cut
-    assert figures.encode(figure, ".png")[:4] == b"\x89PNG"
+            figure_command(name, options)

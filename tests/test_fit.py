@@ -18,28 +18,35 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch import (
-    checkpoint,
-    data,
-    features,
-    fit,
-    heads,
-    judge,
-    log,
-    model,
-    plan,
-    planning,
-    posthoc,
-    recipes,
-    trainer,
-)
-from calmatch.augment import looks
-from calmatch.augment.basic import normalise
+import calmatch.fit as fits
+from calmatch import augment, console, nets, posthoc
+from calmatch import files as files_module
+from calmatch.augment import normalise
 from calmatch.cli import main
-from calmatch.config import Config
-from calmatch.data import pictures
-from calmatch.data.split import folds
-from calmatch.setup import prepare
+from calmatch.data.batches import folds
+from calmatch.data.dataset import build
+from calmatch.data.folder import ImageFolder, decode_folder, read_folder
+from calmatch.fit import crossval
+from calmatch.fit import plan as plan_module
+from calmatch.fit.crossval import cautious_temperature, cross_validate
+from calmatch.fit.plan import (
+    FitPlan,
+    _plan_head,
+    _plan_whole,
+    choose_network,
+    head_config,
+    make_plan,
+    whole_network_config,
+)
+from calmatch.model import load_model
+from calmatch.options import FitOptions
+from calmatch.runs import Run
+from calmatch.training import frozen as frozen_module
+from calmatch.training import recipes
+from calmatch.training.config import Config
+from calmatch.training.frozen import FeatureStore, FrozenRun, freeze_network
+from calmatch.training.loop import _resume, new_training, train, train_in_memory, train_together
+from calmatch.training.setup import build_parts
 from conftest import ALONE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -53,8 +60,8 @@ def _own_cache(tmp_path, monkeypatch):
 
 def blobs(folder: Path, each: int = 5, spare: int = 60, foreign: int = 0, classes: int = 3) -> Path:
     """Class folders of coloured blobs, and others that belong to no class."""
-    made = data.build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
-    strange = data.build("synthetic(classes=5, per_class=40, size=16, noise=60, seed=9)")
+    made = build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
+    strange = build("synthetic(classes=5, per_class=40, size=16, noise=60, seed=9)")
     for k in range(classes):
         rows = (made.labels == k).nonzero()[:, 0]
         for n, row in enumerate(rows[: each + spare // classes].tolist()):
@@ -70,15 +77,19 @@ def save(image: torch.Tensor, path: Path) -> None:
     Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
 
 
-def wish(root: Path, **changes: Any) -> plan.Wish:
+def options(root: Path, **changes: Any) -> FitOptions:
     settings: dict[str, Any] = {"net": "tiny", "steps": 20, "device": "cpu", "size": 16}
-    return plan.Wish(root, **settings | changes)
+    return FitOptions(root, **settings | changes)
+
+
+def fit(wanted: FitOptions, out: Path, *, quiet: bool = False) -> Run:
+    return fits.fit(dataclasses.replace(wanted, out=out, quiet=quiet))
 
 
 def accuracy(folder: Path, classes: int = 3) -> float:
     """On pictures the model has never met."""
-    made = data.build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
-    found = model.load(folder).probabilities(made.test_images).argmax(1)
+    made = build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
+    found = load_model(folder).probabilities(made.test_images).argmax(1)
     return float((found == made.test_labels).double().mean())
 
 
@@ -146,21 +157,21 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, mo
 @pytest.mark.slow
 def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics")
-    whole = fit.fit(wish(root), tmp_path / "whole", quiet=True)
+    whole = fit(options(root), tmp_path / "whole", quiet=True)
     calls: list[Path] = []
-    train = trainer.train
+    train = fits.train
 
     def stopping(config: Config, out: Path, *, quiet: bool) -> Any:
         calls.append(out)
         if len(calls) == 2:
-            raise trainer.Stopped(15)
+            raise console.Stopped(15)
         return train(config, out, quiet=quiet)
 
-    monkeypatch.setattr(trainer, "train", stopping)
-    with pytest.raises(trainer.Stopped):
-        fit.fit(wish(root), tmp_path / "cut", quiet=True)
-    monkeypatch.setattr(trainer, "train", train)
-    done = fit.fit(wish(root), tmp_path / "cut", quiet=True)
+    monkeypatch.setattr(fits, "train", stopping)
+    with pytest.raises(console.Stopped):
+        fit(options(root), tmp_path / "cut", quiet=True)
+    monkeypatch.setattr(fits, "train", train)
+    done = fit(options(root), tmp_path / "cut", quiet=True)
     assert done.result["metrics"] == whole.result["metrics"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert weights[0] == weights[1]
@@ -169,24 +180,24 @@ def test_an_interrupted_fit_continues_and_ends_the_same(tmp_path, monkeypatch):
 def test_a_damaged_checkpoint_is_spoken_of_within_a_fit_too(tmp_path, capsys):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "000000003.safetensors").write_bytes(b"cut")
-    with log.hush():
-        run = trainer.fresh(Config(dataset="synthetic", labels=16, net="tiny", device="cpu"))
-        assert trainer._resume([run], [tmp_path], True) == [0]
+    with console.silence():
+        run = new_training(Config(dataset="synthetic", labels=16, net="tiny", device="cpu"))
+        assert _resume([run], [tmp_path], True) == [0]
     assert "Going back" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_full_device_makes_the_batches_smaller(tmp_path, monkeypatch, capsys):
     root = blobs(tmp_path / "pics", spare=12)
-    train = trainer.train
+    train = fits.train
 
     def full(config: Config, out: Path, *, quiet: bool) -> Any:
         if config.batch > 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return train(config, out, quiet=quiet)
 
-    monkeypatch.setattr(trainer, "train", full)
-    fit.fit(wish(root, steps=4, batch=8), tmp_path / "run")
+    monkeypatch.setattr(fits, "train", full)
+    fit(options(root, steps=4, batch=8), tmp_path / "run")
     assert "trying again with batches of 4" in capsys.readouterr().err
     assert json.loads((tmp_path / "run" / "fit.json").read_text())["plan"]["batch"] == 4
 
@@ -196,7 +207,7 @@ def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
     clean = blobs(tmp_path / "clean", each=4, spare=120)
     mixed = blobs(tmp_path / "mixed", each=4, spare=120, foreign=30)
     right = [
-        accuracy(fit.fit(wish(root, steps=80), tmp_path / f"run-{root.name}", quiet=True).folder)
+        accuracy(fit(options(root, steps=80), tmp_path / f"run-{root.name}", quiet=True).folder)
         for root in (clean, mixed)
     ]
     assert right[0] > 0.85
@@ -205,25 +216,25 @@ def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
 
 @pytest.mark.slow
 def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "HOLD", 60)
+    monkeypatch.setattr(plan_module, "HOLD_FROM", 60)
     root = blobs(tmp_path / "pics", each=110, spare=0)
-    run = fit.fit(wish(root, steps=80, hold=0.5), tmp_path / "run", quiet=True)
+    run = fit(options(root, steps=80, hold=0.5), tmp_path / "run", quiet=True)
     assert run.result["judged_on"] == "holdout"
     assert run.result["pictures"]["test"] >= 100
-    promise = model.load(run.folder).selective
+    promise = load_model(run.folder).selective
     assert promise is not None
     assert promise.threshold is not None
 
 
 @pytest.mark.slow
 def test_a_model_may_be_continued_with_a_new_class(tmp_path):
-    first = fit.fit(wish(blobs(tmp_path / "two", classes=2)), tmp_path / "first", quiet=True)
+    first = fit(options(blobs(tmp_path / "two", classes=2)), tmp_path / "first", quiet=True)
     more = blobs(tmp_path / "three", classes=3)
-    again = fit.fit(wish(more, net=None, size=None, start=first.folder), tmp_path / "more")
-    assert model.load(again.folder).classes == ("kind 0", "kind 1", "kind 2")
+    again = fit(options(more, net=None, size=None, start=first.folder), tmp_path / "more")
+    assert load_model(again.folder).classes == ("kind 0", "kind 1", "kind 2")
     assert "pretrained=" in again.config.net
     with pytest.raises(ValueError, match="also knows 'kind 2'"):
-        fit.fit(wish(tmp_path / "two", net=None, start=again.folder), tmp_path / "less", quiet=True)
+        fit(options(tmp_path / "two", net=None, start=again.folder), tmp_path / "less", quiet=True)
 
 
 @pytest.mark.slow
@@ -231,16 +242,16 @@ def test_a_model_may_be_continued_with_a_new_class(tmp_path):
 def test_a_frozen_run_equals_its_joined_network(tmp_path, number):
     """Head on stored features and network on pictures give the same probabilities."""
     root = blobs(tmp_path / "pics", spare=30)
-    run = fit.fit(wish(root, frozen=True, looks=number), tmp_path / "run", quiet=True)
+    run = fit(options(root, frozen=True, looks=number), tmp_path / "run", quiet=True)
     assert run.config.looks == (number or 5)
     assert ("looks" in json.loads((run.folder / "model.json").read_text())) == (number is None)
-    frozen = features.freeze(run.config, prepare(run.config), True)
+    frozen = freeze_network(run.config, build_parts(run.config), True)
     parts = frozen.parts(frozen.base.split)
-    trainer.learn(run.config, parts)
+    train_in_memory(run.config, parts)
     images = next(frozen.base.batches.sources["u"].batches(20))
     plain = frozen.store.plain(torch.tensor(frozen.base.split.unlabelled[:20]))
     ours = parts.judged.eval()((plain - _mean(frozen)) / _std(frozen)).logits
-    theirs = model.load(run.folder).logits(images)
+    theirs = load_model(run.folder).logits(images)
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-3)
 
 
@@ -251,41 +262,41 @@ def test_layers_of_a_method_learn_from_stored_features_too(tmp_path, method):
     config = config.replace(net="small(width=2)", device="cpu", frozen=1)
     if method == "crmatch":
         with pytest.raises(ValueError, match="crmatch turns pictures"):
-            trainer.train(config, tmp_path / "run", quiet=True)
+            train(config, tmp_path / "run", quiet=True)
         return
-    run = trainer.train(config, tmp_path / "run", quiet=True)
-    frozen = features.freeze(config, prepare(config), True)
+    run = train(config, tmp_path / "run", quiet=True)
+    frozen = freeze_network(config, build_parts(config), True)
     parts = frozen.parts(frozen.base.split)
     before = [layer.detach().clone() for layer in parts.net.heads.parameters()]
-    trainer.learn(config, parts)
+    train_in_memory(config, parts)
     after = list(parts.net.heads.parameters())
     assert before
     assert not any(map(torch.equal, before, after))
     if method == "bam":
         assert not (run.folder / "model.json").exists()
         with pytest.raises(ValueError, match="no model"):
-            model.load(run.folder)
+            load_model(run.folder)
         return
     images = next(frozen.base.sets["test"][0].batches(20))
-    found = model.load(run.folder).probabilities(images).log()
+    found = load_model(run.folder).probabilities(images).log()
     wanted = torch.from_numpy(np.load(run.folder / "predictions.npz")["log_probs"][:20])
     torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3)
 
 
-def _mean(frozen: heads.Frozen) -> torch.Tensor:
+def _mean(frozen: FrozenRun) -> torch.Tensor:
     return 255 * torch.tensor(frozen.statistics[0])[:, None, None]
 
 
-def _std(frozen: heads.Frozen) -> torch.Tensor:
+def _std(frozen: FrozenRun) -> torch.Tensor:
     return 255 * torch.tensor(frozen.statistics[1])[:, None, None]
 
 
 def test_features_are_computed_once(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics", spare=12)
-    config = plan.head(wish(root), _plan(), False, "tiny", 16)
-    first = features.freeze(config, prepare(config), True)
-    monkeypatch.setattr(features, "_fill", lambda *_: pytest.fail("computed again"))
-    again = features.freeze(config, prepare(config), True)
+    config = head_config(options(root), _plan(), False, "tiny", 16)
+    first = freeze_network(config, build_parts(config), True)
+    monkeypatch.setattr(frozen_module, "_fill_features", lambda *_: pytest.fail("computed again"))
+    again = freeze_network(config, build_parts(config), True)
     assert len(again.store) == len(first.store) == len(first.labels)
     for ours, theirs in zip(first.store.blocks, again.store.blocks, strict=True):
         assert torch.equal(ours.tensor, theirs.tensor)
@@ -293,21 +304,23 @@ def test_features_are_computed_once(tmp_path, monkeypatch):
 
 
 def test_features_of_a_picture_are_the_mean_of_its_looks_and_views_have_one(tmp_path):
-    config = plan.head(wish(blobs(tmp_path / "pics", spare=12)), _plan(), False, "tiny", 16)
+    config = head_config(options(blobs(tmp_path / "pics", spare=12)), _plan(), False, "tiny", 16)
     config = config.replace(weak="flip|crop(2)", strong="flip|crop(2)")
     one, many = (
-        features.freeze(config.replace(looks=number), prepare(config), True).store.blocks[0].tensor
+        freeze_network(config.replace(looks=number), build_parts(config), True)
+        .store.blocks[0]
+        .tensor
         for number in (1, 5)
     )
     assert torch.equal(one[:, 1:], many[:, 1:])
-    parts = prepare(config)
+    parts = build_parts(config)
     images = torch.cat([*parts.batches.sources["u"].batches(8)])
     rows = torch.tensor(parts.split.unlabelled)
     mean, std = (torch.tensor(v) for v in parts.statistics)
     with torch.inference_mode():
         seen = [
             parts.judged.eval()(normalise(look(images), mean, std)).features
-            for look in looks.chosen(5, config.weak)
+            for look in augment.tta_views(5, config.weak)
         ]
     expected = torch.stack(seen).mean(0)
     assert (one[rows, 0].float() - expected).abs().max() > 0.01
@@ -317,7 +330,7 @@ def test_features_of_a_picture_are_the_mean_of_its_looks_and_views_have_one(tmp_
 def test_features_in_many_blocks_are_those_in_one():
     features = torch.randn(23, 5, 4)
     rows, places = torch.randint(23, (60,)), torch.randint(5, (60,))
-    one, many = heads.Store([features], 2), heads.Store(features.split(6), 2)
+    one, many = FeatureStore([features], 2), FeatureStore(features.split(6), 2)
     assert torch.equal(one.take(rows, places), many.take(rows, places))
     assert torch.equal(one.plain(rows), many.plain(rows))
 
@@ -325,10 +338,10 @@ def test_features_in_many_blocks_are_those_in_one():
 def test_pictures_and_features_stay_in_their_files_beside_a_cpu(tmp_path):
     root = blobs(tmp_path / "pics", spare=40)
     (root / "unlabelled" / "broken.png").write_bytes(b"rubbish")
-    config = plan.head(wish(root), _plan(), False, "tiny", 16)
-    parts = prepare(config)
+    config = head_config(options(root), _plan(), False, "tiny", 16)
+    parts = build_parts(config)
     sources = [*parts.batches.sources.values(), parts.sets["test"][0]]
-    frozen = features.freeze(config, parts, True)
+    frozen = freeze_network(config, parts, True)
     held = {
         "pictures-": [source.kept.file.tensor for source in sources],
         "features-": [block.tensor for block in frozen.store.blocks],
@@ -346,7 +359,7 @@ def _mapped(name: str) -> list[tuple[int, int]]:
     return [(int(start, 16), int(end, 16)) for start, end in ends]
 
 
-def _plan(**changes: Any) -> plan.Plan:
+def _plan(**changes: Any) -> FitPlan:
     settings: dict[str, Any] = {
         "net": "tiny",
         "size": 16,
@@ -366,14 +379,14 @@ def _plan(**changes: Any) -> plan.Plan:
         "holdout": False,
         "most": 0,
     }
-    return plan.Plan(**settings | changes)
+    return FitPlan(**settings | changes)
 
 
 def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     """Wrong labels must not be learned and then counted as right."""
     root = blobs(tmp_path / "pics", each=8, spare=30)
-    config = plan.head(wish(root), _plan(head_steps=60), True, "tiny", 16)
-    frozen = features.freeze(config, prepare(config), True)
+    config = head_config(options(root), _plan(head_steps=60), True, "tiny", 16)
+    frozen = freeze_network(config, build_parts(config), True)
     shuffled = frozen.labels.clone()
     known = (shuffled >= 0).nonzero()[:, 0]
     shuffled[known] = shuffled[
@@ -381,46 +394,46 @@ def test_a_head_is_judged_only_by_models_that_did_not_see_the_label(tmp_path):
     ]
     frozen.labels = shuffled
     split = frozen.base.split
-    found = judge.crossfit(frozen, config, split)
+    found = cross_validate(frozen, config, split)
     assert sorted(found.rows) == sorted(split.labelled)
     assert (found.log_probs.argmax(1) != found.labels).double().mean() > 0.4
 
 
 def _card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan as on a card, where sisters judge."""
-    choose = planning.choose
+    choose = make_plan
 
-    def chosen(*given: Any) -> plan.Plan:
+    def chosen(*given: Any) -> FitPlan:
         return dataclasses.replace(choose(*given), hold=0.0)
 
-    monkeypatch.setattr(planning, "choose", chosen)
+    monkeypatch.setattr(fits, "make_plan", chosen)
 
 
 @pytest.mark.parametrize("place", ["copy", "result", "together"])
 def test_a_fit_judged_by_sisters_continues_where_it_was_cut(tmp_path, monkeypatch, place):
     _card(monkeypatch)
-    asked = wish(blobs(tmp_path / "pics", each=2, spare=12), steps=4)
-    whole = fit.fit(asked, tmp_path / "whole", quiet=True)
+    asked = options(blobs(tmp_path / "pics", each=2, spare=12), steps=4)
+    whole = fit(asked, tmp_path / "whole", quiet=True)
 
     def cut(*_: Any, **__: Any) -> None:
-        raise trainer.Stopped(15)
+        raise console.Stopped(15)
 
     def half(path: Path, *content: Any) -> None:
         if path == tmp_path / "cut" / "result.json":
             cut()
         write(path, *content)
 
-    write = checkpoint.write
+    write = files_module.write
     with monkeypatch.context() as patch:
         if place == "copy":
-            patch.setattr(fit.shutil, "copytree", cut)
+            patch.setattr(fits.shutil, "copytree", cut)
         elif place == "result":
-            patch.setattr(checkpoint, "write", half)
+            patch.setattr(fits.files, "write", half)
         else:
-            patch.setattr(trainer, "together", _once(trainer.together, cut))
-        with pytest.raises(trainer.Stopped):
-            fit.fit(asked, tmp_path / "cut", quiet=True)
-    done = fit.fit(asked, tmp_path / "cut", quiet=True)
+            patch.setattr(crossval, "train_together", _once(train_together, cut))
+        with pytest.raises(console.Stopped):
+            fit(asked, tmp_path / "cut", quiet=True)
+    done = fit(asked, tmp_path / "cut", quiet=True)
     assert done.result["metrics"] == whole.result["metrics"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert weights[0] == weights[1]
@@ -435,13 +448,13 @@ def _once(real: Any, other: Any) -> Any:
 
 def test_sisters_that_do_not_fit_side_by_side_are_trained_in_turn(tmp_path, monkeypatch):
     _card(monkeypatch)
-    asked = wish(blobs(tmp_path / "pics", each=2, spare=12), steps=4)
+    asked = options(blobs(tmp_path / "pics", each=2, spare=12), steps=4)
 
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer, "together", _once(trainer.together, full))
-    run = fit.fit(asked, tmp_path / "run", quiet=True)
+    monkeypatch.setattr(crossval, "train_together", _once(train_together, full))
+    run = fit(asked, tmp_path / "run", quiet=True)
     held = json.loads((run.folder / "fit.json").read_text())["plan"]
     assert held["batch"] == run.config.batch  # not halved
     assert len(list((run.folder / "work" / "both").iterdir())) == 3
@@ -458,7 +471,7 @@ def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(
     table = tmp_path / "labels.csv"
     lines = [f"{path.relative_to(root)},{kind}" for path, kind in zip(names, kinds, strict=True)]
     table.write_text("\n".join(["file,label", *lines]))
-    run = fit.fit(wish(root, labels=table, steps=60), tmp_path / "run", quiet=True)
+    run = fit(options(root, labels=table, steps=60), tmp_path / "run", quiet=True)
     with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
         assert sorted(held["files"].tolist()) == [str(path.relative_to(root)) for path in names]
         assert (held["raw_log_probs"].argmax(1) != held["labels"]).mean() > 0.4
@@ -484,12 +497,13 @@ def test_a_whole_network_is_judged_only_by_sisters_that_did_not_see_the_label(
 def test_a_pretrained_network_learns_whole_on_a_card_with_labels_enough(
     tmp_path, monkeypatch, each, device, method, frozen, whole
 ):
-    images, found = pictures.decoded(pictures.read(blobs(tmp_path / "pics", each=each)), 16)
-    monkeypatch.setattr(planning, "pick_device", lambda _: torch.device(device))
-    monkeypatch.setattr(planning, "network", lambda *_: ("tiny", True, []))
-    monkeypatch.setattr(planning, "_of_head", lambda wish, plan, *_: plan)
-    asked = wish(tmp_path / "pics", frozen=frozen, method=method)
-    made = planning.choose(asked, found, images, 64, 16)
+    images, found = decode_folder(read_folder(blobs(tmp_path / "pics", each=each)), 16)
+    monkeypatch.setattr(plan_module, "pick_device", lambda _: torch.device(device))
+    monkeypatch.setattr(plan_module, "choose_network", lambda *_: ("tiny", True, []))
+    monkeypatch.setattr(plan_module, "_plan_head", lambda wish, plan, *_: plan)
+    flags = {"frozen": frozen is True, "no_frozen": frozen is False}
+    asked = options(tmp_path / "pics", method=method, **flags)
+    made = make_plan(asked, found, images, 64, 16)
     assert made.whole == whole
     assert made.hold == (0.5 if whole and device != "cuda" else 0.0)  # 0: sisters judge, or heads
     if whole and device == "cuda":
@@ -498,12 +512,12 @@ def test_a_pretrained_network_learns_whole_on_a_card_with_labels_enough(
 
 def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):
     root = blobs(tmp_path / "pics")
-    asked = wish(root)
+    asked = options(root)
     (tmp_path / "run").mkdir()
-    held = {"wish": asked.dump(), "plan": {"notes": [], "gone": False}}
+    held = {"options": asked.dump(), "plan": {"notes": [], "gone": False}}
     (tmp_path / "run" / "fit.json").write_text(json.dumps(held))
     with pytest.raises(ValueError, match="Another version planned"):
-        fit.fit(asked, tmp_path / "run", quiet=True)
+        fit(asked, tmp_path / "run", quiet=True)
 
 
 def test_fewer_folds_need_labels_that_insist_more_to_move_the_temperature():
@@ -512,7 +526,8 @@ def test_fewer_folds_need_labels_that_insist_more_to_move_the_temperature():
     logits = 3 * torch.randn(20, 10, generator=chance)
     labels = torch.where(torch.arange(20) < 13, logits.argmax(1), logits.argmin(1))
     heats = [
-        judge.temperature(logits, labels, folds).values["temperature"] for folds in (2, 3, 4, 5, 0)
+        cautious_temperature(logits, labels, folds).values["temperature"]
+        for folds in (2, 3, 4, 5, 0)
     ]
     best = posthoc.crossfit_temperature(logits, labels).values["temperature"]
     assert 1 < heats[0] < heats[1] < heats[2] == heats[3] == heats[4] < best
@@ -533,8 +548,8 @@ def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeyp
     def nothing(*_: object) -> None:
         raise ValueError("The hub cannot be reached.")
 
-    monkeypatch.setattr(planning.nets, "build", nothing)
-    net, ready, notes = planning.network(wish(tmp_path, net=None), 200, torch.device("cpu"))
+    monkeypatch.setattr(nets, "build", nothing)
+    net, ready, notes = choose_network(options(tmp_path, net=None), 200, torch.device("cpu"))
     assert net.startswith("small")
     assert not ready
     assert "learns from scratch" in notes[0]
@@ -543,18 +558,16 @@ def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeyp
 
 def test_steps_follow_the_minutes_and_huge_folders_are_sampled(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics", spare=30)
-    found = pictures.read(root)
-    images, found = pictures.decoded(found, 16)
-    monkeypatch.setattr(planning, "_head_times", lambda *_: (0.01, 0.02))
+    found = read_folder(root)
+    images, found = decode_folder(found, 16)
+    monkeypatch.setattr(plan_module, "_time_head", lambda *_: (0.01, 0.02))
     many = found._replace(labels=(*found.labels, *([-1] * 50_000)))
-    made = planning._of_head(
-        wish(root, steps=None, minutes=10), _plan(), many, torch.zeros(50_045, 1)
-    )
+    made = _plan_head(options(root, steps=None, minutes=10), _plan(), many, torch.zeros(50_045, 1))
     shown = 5_000  # pictures that the page asks the model about
     assert made.most == (0.5 * 600 / 0.01 - shown) / 5 - 15
     assert made.views == 2
     assert "unlabelled pictures" in made.notes[-1]
-    quick = planning._of_head(wish(root, steps=None, minutes=1), _plan(), found, images)
+    quick = _plan_head(options(root, steps=None, minutes=1), _plan(), found, images)
     assert quick.head_steps == 100
     assert quick.views == 6
 
@@ -566,13 +579,13 @@ def test_a_pretrained_network_judged_by_sisters_learns_no_longer_than_they_bear(
     tmp_path, monkeypatch, pretrained, hold, steps
 ):
     root = blobs(tmp_path / "pics", spare=30)
-    found = pictures.read(root)
-    monkeypatch.setattr(planning, "_seconds_a_step", lambda *_: 1e-4)
+    found = read_folder(root)
+    monkeypatch.setattr(plan_module, "_time_step", lambda *_: 1e-4)
     start = _plan(whole=True, imagenet=pretrained, hold=hold)
     many = torch.zeros(100_000, 1)
-    made = planning._of_whole(wish(root, steps=None, minutes=10), start, found, many)
+    made = _plan_whole(options(root, steps=None, minutes=10), start, found, many)
     assert made.steps == steps
-    settings = plan.body(wish(root), made, alone=False)
+    settings = whole_network_config(options(root), made, alone=False)
     assert (settings.compile is False) == (steps <= 2000)  # a short run does not earn it back
 
 
@@ -653,11 +666,11 @@ def _with_foreign(archive: Path, draw: int, place: Path) -> list[float]:
     table.write_text("\n".join(["file,label", *lines]) + "\n")
     wrong = []
     for root in ("clean", "mixed"):
-        asked = plan.Wish(place / root, table, minutes=3, device="cpu", steps=300)
-        run = fit.fit(asked, place / f"run-{root}", quiet=True)
-        found = pictures.Pictures(place / root, tuple(truth), (0,) * len(truth), ("a", "b"))
-        images, found = pictures.decoded(found, 64)
-        made = model.load(run.folder)
+        asked = FitOptions(place / root, table, minutes=3, device="cpu", steps=300)
+        run = fit(asked, place / f"run-{root}", quiet=True)
+        found = ImageFolder(place / root, tuple(truth), (0,) * len(truth), ("a", "b"))
+        images, found = decode_folder(found, 64)
+        made = load_model(run.folder)
         guesses = [
             made.classes[k] for k in made.logits(images.take(range(len(images)))).argmax(1).tolist()
         ]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from calmatch import nets, ops, optim
-from calmatch.flat import Flat, lowered
+from calmatch import nets, ops
+from calmatch.training.cuda_graph import FlatState, bf16_parameters
+from calmatch.training.step import build_optimizer, parameter_groups
 
 
 def network(dtype=torch.float64) -> nets.Net:
@@ -33,8 +34,8 @@ def test_a_flat_step_is_the_optimizers_step(name, momentum, clip):
     runs = []
     for net in (torches, ours):
         ema = copy.deepcopy(net).requires_grad_(False)
-        groups = optim.groups(net, 0.01, 0.1, 0.5, {})
-        runs.append((net, ema, optim.build(name, groups, 0.9, torch.device("cpu"))))
+        groups = parameter_groups(net, 0.01, 0.1, 0.5, {})
+        runs.append((net, ema, build_optimizer(name, groups, 0.9, torch.device("cpu"))))
     net, ema, optimizer = runs[0]
     loss(net, 0).backward()  # the first step is torch's in both, so that state is taken over
     loss(ours, 0).backward()
@@ -43,7 +44,7 @@ def test_a_flat_step_is_the_optimizers_step(name, momentum, clip):
         each.zero_grad(set_to_none=True)
     for state in runs[1][2].state.values():  # as a checkpoint gives them back: plain in memory
         state |= {k: v.contiguous() for k, v in state.items() if torch.is_tensor(v)}
-    flat = Flat(
+    flat = FlatState(
         ours,
         runs[1][1] if momentum else None,
         runs[1][2],
@@ -60,7 +61,7 @@ def test_a_flat_step_is_the_optimizers_step(name, momentum, clip):
         optimizer.zero_grad(set_to_none=True)
         if momentum:
             pairs = zip(ema.state_dict().values(), net.state_dict().values(), strict=True)
-            ops.follow(list(pairs), momentum)
+            ops.update_average(list(pairs), momentum)
         loss(flat.net, step).backward()
         if step == 1:
             flat.settle()
@@ -77,15 +78,15 @@ def test_a_flat_step_is_the_optimizers_step(name, momentum, clip):
 def test_bfloat16_copies_compute_what_autocast_computes():
     net = network(torch.float32)
     net.bf16 = True
-    groups = optim.groups(net, 0.01, 0.1, 1.0, {})
-    optimizer = optim.build("adamw", groups, 0.9, torch.device("cpu"))
+    groups = parameter_groups(net, 0.01, 0.1, 1.0, {})
+    optimizer = build_optimizer("adamw", groups, 0.9, torch.device("cpu"))
     images = torch.randn(6, 3, 8, 8)
     wanted = net(images).logits
     wanted.square().mean().backward()
     grads = {k: p.grad.clone() for k, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
-    flat = Flat(net, None, optimizer, bf16=True, momentum=0.0, clip=0.0, compiled=False)
-    assert all(flat.net.get_parameter(k).dtype == torch.bfloat16 for k in lowered(net))
+    flat = FlatState(net, None, optimizer, bf16=True, momentum=0.0, clip=0.0, compiled=False)
+    assert all(flat.net.get_parameter(k).dtype == torch.bfloat16 for k in bf16_parameters(net))
     out = flat.net(images).logits
     assert torch.equal(out, wanted)
     out.square().mean().backward()
@@ -93,7 +94,7 @@ def test_bfloat16_copies_compute_what_autocast_computes():
         assert torch.equal(flat.net.get_parameter(name).grad.float(), grad), name
     flat.settle()
     flat.advance()
-    for name in lowered(net):
+    for name in bf16_parameters(net):
         exact, copied = net.get_parameter(name), flat.net.get_parameter(name)
         assert torch.equal(copied, exact.to(torch.bfloat16))
     assert set(dict(net.named_buffers())) == set(dict(flat.net.named_buffers()))

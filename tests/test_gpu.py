@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import augment, evaluate, fit, guard, log, plan, results, train, trainer
+from calmatch import augment, console, train
 from calmatch.augment import randaugment
-from calmatch.capture import Captured
-from calmatch.environment import deterministic
+from calmatch.fit import fit
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.setup import prepare
+from calmatch.options import FitOptions
+from calmatch.training import nonfinite
+from calmatch.training.cuda_graph import CapturedStep
+from calmatch.training.loop import _make_training, make_predictor, new_training
+from calmatch.training.setup import build_parts, deterministic
+from calmatch.training.step import predict_source
 from conftest import ALL_METHODS
 from test_augment import BATCH, PHOTOS, assert_pillows, pillow
 from test_fit import blobs
@@ -40,7 +44,7 @@ def test_operations_on_the_gpu_are_pillows(name, compiled):
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_every_method_steps_on_the_gpu_without_waiting(tiny, method):
     config = tiny(method, device="cuda", net="small(width=4)", ema=0.9, compile=False)
-    run = trainer._start(config, prepare(config))
+    run = _make_training(config, build_parts(config))
     batches = [run.parts.batches[k] for k in range(4)]
     run.advance(batches[0])
     torch.cuda.synchronize()
@@ -61,9 +65,9 @@ def test_the_captured_step_equals_the_eager_one(tiny, method, compile):
     settings = {"steps": 20, "ema": 0.9, "chunk": 8, "compile": compile}
     config = tiny(method, device="cuda", precision="fp64", **settings)
     torch._dynamo.reset()
-    eager = trainer._start(config.replace(compile=False), prepare(config))
-    replayed = trainer._start(config, prepare(config))
-    engine = Captured([replayed])
+    eager = _make_training(config.replace(compile=False), build_parts(config))
+    replayed = _make_training(config, build_parts(config))
+    engine = CapturedStep([replayed])
     while eager.step < 20:
         eager.advance(eager.parts.batches[eager.step])
         engine.advance()
@@ -83,10 +87,10 @@ def test_dropout_under_replay_is_new_each_step_and_resumable(tiny):
     config = config.replace(dataset="synthetic(size=16)", optimizer="sgd")
     runs = []
     for start in (0, 5):
-        run = trainer._start(config, prepare(config))
+        run = _make_training(config, build_parts(config))
         if start:
             run.restore(runs[0][1], {"step": 5, "sums": 0, "best": None, "best_step": None})
-        engine = Captured([run])
+        engine = CapturedStep([run])
         kept = None
         while run.step < 12:
             if run.step == 5:
@@ -107,8 +111,8 @@ def test_a_run_on_the_gpu_learns_and_continues(tiny, tmp_path, precision):
 
 def test_streamed_pictures_on_the_gpu_are_the_resident_ones(tiny):
     config = tiny(device="cuda", chunk=3)
-    resident = prepare(config.replace(source="resident")).batches
-    streamed = prepare(config.replace(source="stream")).batches
+    resident = build_parts(config.replace(source="resident")).batches
+    streamed = build_parts(config.replace(source="stream")).batches
     for step in (0, 1, 5, 2):
         assert torch.equal(resident[step].u[1], streamed[step].u[1])
 
@@ -142,15 +146,15 @@ def test_runs_captured_together_equal_runs_captured_alone(tiny, optimizer, clip)
         clip=clip,
         lr=1e-3,
     )
-    both = [trainer._start(c, prepare(c)) for c in (config, config.replace(seed=1))]
-    engine = Captured(both)
+    both = [_make_training(c, build_parts(c)) for c in (config, config.replace(seed=1))]
+    engine = CapturedStep(both)
     for _ in range(10):
         engine.advance()
     assert not engine.failed
     for seed, found in enumerate(both):
-        alone = trainer._start(config, prepare(config.replace(seed=seed)))
+        alone = _make_training(config, build_parts(config.replace(seed=seed)))
         alone.config = config.replace(seed=seed)
-        single = Captured([alone])
+        single = CapturedStep([alone])
         for _ in range(10):
             single.advance()
         for name, value in weights(alone).items():
@@ -165,9 +169,9 @@ def test_the_captured_step_follows_the_eager_one_in_low_precision(tiny, precisio
     config = tiny("freematch", device="cuda", precision=precision, steps=20, lr=1e-3, ema=0.9)
     config = config.replace(net="vit_tiny_patch2_32(drop_path=0.0)", dataset="synthetic(size=16)")
     torch._dynamo.reset()
-    eager = trainer._start(config.replace(compile=False), prepare(config))
-    replayed = trainer._start(config, prepare(config))
-    engine = Captured([replayed])
+    eager = _make_training(config.replace(compile=False), build_parts(config))
+    replayed = _make_training(config, build_parts(config))
+    engine = CapturedStep([replayed])
     for _ in range(20):
         eager.advance(eager.parts.batches[eager.step])
         engine.advance()
@@ -179,8 +183,8 @@ def test_the_captured_step_follows_the_eager_one_in_low_precision(tiny, precisio
 
 def test_nothing_waits_for_the_device_between_log_lines(tiny):
     config = tiny("freematch", device="cuda", compile=False, steps=40, chunk=4)
-    run = trainer._start(config, prepare(config))
-    engine = Captured([run])
+    run = _make_training(config, build_parts(config))
+    engine = CapturedStep([run])
     for _ in range(6):
         engine.advance()
     torch.cuda.synchronize()
@@ -203,9 +207,9 @@ class Uncapturable(FixMatch):
 
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so(tiny, capsys):
     config = tiny(f"{__name__}.Uncapturable", device="cuda", steps=6)
-    eager = trainer._start(config.replace(compile=False), prepare(config))
-    run = trainer._start(config, prepare(config))
-    engine = Captured([run])
+    eager = _make_training(config.replace(compile=False), build_parts(config))
+    run = _make_training(config, build_parts(config))
+    engine = CapturedStep([run])
     for _ in range(6):
         eager.advance(eager.parts.batches[eager.step])
         engine.advance()
@@ -217,10 +221,10 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so(tiny, capsys):
 
 def test_compiled_evaluation_measures_what_the_exact_one_does(tiny):
     config = tiny("fixmatch", device="cuda", net="small(width=8)", steps=40, eval_every=1)
-    parts = prepare(config)
+    parts = build_parts(config)
     pictures, _ = parts.sets["test"]
-    exact = evaluate.predict(parts.net, parts.method, pictures, parts.statistics, 37)
-    fast = results.predictor(config.replace(eval_batch=37), parts)
+    exact = predict_source(parts.net, parts.method, pictures, parts.statistics, 37)
+    fast = make_predictor(config.replace(eval_batch=37), parts)
     assert fast.compiled
     torch.testing.assert_close(fast(pictures), exact, atol=1e-4, rtol=1e-4)
 
@@ -265,7 +269,7 @@ def test_every_method_has_deterministic_operations_only(tiny, method):
     ends = []
     with deterministic(True):
         for _ in range(2):
-            run = trainer.fresh(config.replace(compile=False))
+            run = new_training(config.replace(compile=False))
             for _ in range(3):
                 run.advance(run.parts.batches[run.step])
             ends.append(run.tensors())
@@ -278,7 +282,7 @@ def test_a_captured_run_notices_a_bad_step_and_goes_back(tiny, tmp_path, kind):
     config = tiny(f"test_guard.Poisoned(kind='{kind}', at=13)", device="cuda", steps=20)
     with pytest.raises(ValueError, match="became infinite or NaN in step 13, after 3 rollbacks"):
         train(config.replace(on_nan="rollback"), tmp_path / "run", quiet=True)
-    tensors, note, told = guard.dumped(tmp_path / "run" / "fault")
+    tensors, note, told = nonfinite.read_fault(tmp_path / "run" / "fault")
     assert (note["step"], told["step"]) == (13, 13)
     assert all(value.isfinite().all() for value in tensors.values())
 
@@ -286,7 +290,7 @@ def test_a_captured_run_notices_a_bad_step_and_goes_back(tiny, tmp_path, kind):
 def test_a_captured_rollback_learns_more_slowly_and_ends_well(tiny, tmp_path):
     run = train(steep(tiny, device="cuda", steps=20, checkpoint_every=10), tmp_path, quiet=True)
     back = run.lines("rollback")
-    assert 1 <= len(back) <= guard.MOST
+    assert 1 <= len(back) <= nonfinite.MOST_ROLLBACKS
     assert run.lines()[-1]["lr"] == pytest.approx(LR * back[-1]["rate"])
 
 
@@ -294,10 +298,10 @@ def test_a_whole_network_of_few_labels_is_judged_by_sisters_side_by_side(tmp_pat
     monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
     root = blobs(tmp_path / "pics", each=4, spare=60)
     (root / "kind 0" / "0-3.png").unlink()  # folds of different sizes
-    asked = plan.Wish(root, net="tiny", steps=60, size=16, device="cuda")
+    asked = FitOptions(root, net="tiny", steps=60, size=16, device="cuda")
     said: list[str] = []
-    monkeypatch.setattr(log, "tell", lambda line, *_: said.append(line))
-    run = fit.fit(asked, tmp_path / "run", quiet=True)
+    monkeypatch.setattr(console, "message", lambda line, *_: said.append(line))
+    run = fit(asked, tmp_path / "run", quiet=True)
     assert not [line for line in said if "captured" in line]  # none fell back to eager steps
     assert run.result["judged_on"] == "crossfit"
     assert run.result["pictures"]["labelled"] == run.result["pictures"]["test"] == 11

@@ -10,18 +10,20 @@ import signal
 import pytest
 import torch
 
-from calmatch import checkpoint, cli, evaluate, guard, trainer
+from calmatch import cli, console
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.setup import prepare
-from calmatch.trainer import train
+from calmatch.training import checkpoint, loop, nonfinite
+from calmatch.training.loop import new_training, train, train_together
+from calmatch.training.setup import build_parts
+from calmatch.training.step import Training
 from conftest import calmatch
 
 
 @pytest.fixture(autouse=True)
 def _without_intervals(monkeypatch):
     """Bootstrap intervals take most of the time of a tiny run."""
-    measure = evaluate.measure
-    monkeypatch.setattr(evaluate, "measure", lambda p, y, resamples=0: measure(p, y))
+    plain = loop.measure
+    monkeypatch.setattr(loop, "measure", lambda p, y, resamples=0: plain(p, y))
 
 
 class Poisoned(FixMatch):
@@ -69,17 +71,17 @@ def test_a_bad_step_is_found_within_a_log_interval_and_kept(tiny, tmp_path, kind
         train(config, tmp_path / "run", quiet=True)
     assert "in step 13;" in str(caught.value)
     assert "--lr" in str(caught.value)
-    tensors, note, told = guard.dumped(tmp_path / "run" / "fault")
+    tensors, note, told = nonfinite.read_fault(tmp_path / "run" / "fault")
     assert (told["step"], told["noticed"], told["checkpoint"]) == (13, 15, 12)
     assert note["step"] == 13
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [5, 6, 10, 12]
     # the rows are those of the batch, and the state is the one of a run without the fault
-    parts = prepare(config)
+    parts = build_parts(config)
     batch = parts.batches[13]
     assert told["labelled"] == [parts.split.labelled[k] for k in batch.x_id.tolist()]
     assert told["unlabelled"] == [parts.split.unlabelled[k] for k in batch.u_id.tolist()]
-    healthy = trainer.fresh(config.replace(method=f"{__name__}.Poisoned(at=99)"))
+    healthy = new_training(config.replace(method=f"{__name__}.Poisoned(at=99)"))
     while healthy.step < 13:
         healthy.advance(healthy.parts.batches[healthy.step])
     for name, value in healthy.tensors().items():
@@ -91,7 +93,7 @@ def test_a_bad_step_is_found_within_a_log_interval_and_kept(tiny, tmp_path, kind
 def test_the_part_that_broke_is_named(tiny, tmp_path):
     with pytest.raises(ValueError, match="gradient"):
         train(poisoned(tiny, "gradient"), tmp_path / "run", quiet=True)
-    losses = guard.dumped(tmp_path / "run" / "fault")[2]["losses"]
+    losses = nonfinite.read_fault(tmp_path / "run" / "fault")[2]["losses"]
     assert losses["poison"] == {
         "value": 0.0,
         "gradient": "nan",
@@ -110,12 +112,12 @@ def test_nothing_bad_reaches_a_checkpoint_or_an_evaluation(tiny, tmp_path, every
     paths = list((tmp_path / "run" / "checkpoint").glob("*.safetensors"))
     assert max(int(path.stem) for path in paths) == (13 if every == 1 else 12)
     for path in paths:
-        assert all(value.isfinite().all() for value in checkpoint.read(path)[0].values())
+        assert all(value.isfinite().all() for value in checkpoint.read_checkpoint(path)[0].values())
 
 
 def test_a_healthy_run_is_looked_at_only_when_the_host_looks_anyway(tiny, tmp_path, monkeypatch):
     looked = []
-    monkeypatch.setattr(guard, "look", lambda runs: looked.append(runs[0].step))
+    monkeypatch.setattr(nonfinite, "find_nonfinite", lambda runs: looked.append(runs[0].step))
     train(tiny(steps=12, checkpoint_every=9), tmp_path / "run", quiet=True)
     assert looked == [5, 6, 9, 10, 12]
 
@@ -131,7 +133,7 @@ def steep(tiny, **changes):
 def test_a_rollback_halves_the_rate_until_numbers_stay_finite(tiny, tmp_path):
     run = train(steep(tiny, steps=20, checkpoint_every=10), tmp_path / "run", quiet=True)
     back = run.lines("rollback")
-    assert 1 <= len(back) <= guard.MOST
+    assert 1 <= len(back) <= nonfinite.MOST_ROLLBACKS
     assert [line["rate"] for line in back] == [0.5 ** (k + 1) for k in range(len(back))]
     assert run.lines()[-1]["lr"] == pytest.approx(LR * back[-1]["rate"])
     assert all(math.isfinite(line["loss"]) for line in run.lines())
@@ -151,7 +153,7 @@ def test_a_run_that_went_back_and_was_stopped_anywhere_ends_the_same(
     """Killed, or ended by a signal (which writes a checkpoint between), after every step."""
     config = steep(tiny, steps=20, checkpoint_every=10)
     train(config, tmp_path / "whole", quiet=True)
-    original, left = trainer.Training.advance, [0]
+    original, left = Training.advance, [0]
 
     def stumbling(run, batch):
         original(run, batch)
@@ -161,13 +163,13 @@ def test_a_run_that_went_back_and_was_stopped_anywhere_ends_the_same(
         if left[0] == 0:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(trainer.Training, "advance", stumbling)
+    monkeypatch.setattr(Training, "advance", stumbling)
     for after in range(6, 40):  # enough to pass the next checkpoint, then later and later
         left[0] = after
         try:
             train(config, tmp_path / "cut", quiet=True)
             break
-        except (KeyboardInterrupt, trainer.Stopped):
+        except (KeyboardInterrupt, console.Stopped):
             continue
     for name in SAME:
         one, other = (tmp_path / kind / name for kind in ("whole", "cut"))
@@ -187,7 +189,7 @@ def test_a_fault_of_one_run_leaves_the_one_beside_it_as_if_alone(tiny, tmp_path)
     config = steep(tiny, steps=20, checkpoint_every=10, log_every=3)
     for seed in (3, 4):
         train(config.replace(seed=seed), tmp_path / f"alone/seed{seed}", quiet=True)
-    trainer.together(
+    train_together(
         [config.replace(seed=seed) for seed in (3, 4)],
         [tmp_path / f"both/seed{seed}" for seed in (3, 4)],
         quiet=True,
@@ -208,7 +210,7 @@ def test_a_run_stopped_by_a_fault_may_be_continued_with_rollbacks(tiny, tmp_path
 
 def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monkeypatch):
     config = tiny(steps=20, checkpoint_every=5)
-    original = guard.look
+    original = nonfinite.find_nonfinite
 
     def cosmic_ray(runs):
         if runs[0].step == 10:
@@ -216,10 +218,10 @@ def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monke
                 next(runs[0].parts.net.parameters())[0] = math.nan
         return original(runs)
 
-    monkeypatch.setattr(guard, "look", cosmic_ray)
+    monkeypatch.setattr(nonfinite, "find_nonfinite", cosmic_ray)
     with pytest.raises(ValueError, match="between steps 5 and 10, not so when repeated"):
         train(config, tmp_path / "run", quiet=True)
-    tensors, note, told = guard.dumped(tmp_path / "run" / "fault")
+    tensors, note, told = nonfinite.read_fault(tmp_path / "run" / "fault")
     assert told["step"] is None
     assert note["step"] == 5
     assert all(value.isfinite().all() for value in tensors.values())

@@ -23,23 +23,14 @@ import pytest
 import torch
 
 import calmatch
-from calmatch import (
-    checkpoint,
-    cluster,
-    edge,
-    evaluate,
-    log,
-    losses,
-    model,
-    predict,
-    results,
-    runfiles,
-    train,
-)
-from calmatch.data.files import decode
-from calmatch.nets import pretrained
-from calmatch.report.build import build
-from conftest import ALONE, write_model
+from calmatch import console, files, losses, nets, train
+from calmatch.data.images import decode
+from calmatch.model import load_model
+from calmatch.predict import ImageSource, Skipped, start_ray
+from calmatch.report import build
+from calmatch.runs import RESULT_CHECKS, load_predictions, load_run
+from calmatch.training import checkpoint
+from conftest import ALONE, write_random_model
 from folders import made
 
 SOURCE = Path(calmatch.__file__).parent
@@ -61,7 +52,7 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("precious")
     (tmp_path / f".file.{os.getpid()}.part").symlink_to(outside)
-    checkpoint.write(tmp_path / "file", "new")
+    files.write(tmp_path / "file", "new")
     assert outside.read_text() == "precious"
     assert (tmp_path / "file").read_text() == "new"
 
@@ -70,10 +61,10 @@ def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path):
 @pytest.mark.parametrize("name", ["result.json", "predictions.npz", "model.json"])
 def test_nothing_is_read_through_a_link_out_of_a_run_folder(tmp_path, name, target):
     run = made(tmp_path / "run")
-    write_model(run.folder, "tiny", 5, 8)
+    write_random_model(run.folder, "tiny", 5, 8)
     (run.folder / name).unlink()
     (run.folder / name).symlink_to(name if target == "itself" else target)
-    for reader in (results.load, model.load):
+    for reader in (load_run, load_model):
         with pytest.raises(ValueError, match="link out of the run folder"):
             reader(run.folder)
 
@@ -82,7 +73,7 @@ def test_links_within_a_run_folder_are_fine(tmp_path):
     run = made(tmp_path / "run")
     (run.folder / "result.json").rename(run.folder / "first.json")
     (run.folder / "result.json").symlink_to("first.json")
-    assert results.load(run.folder).result == run.result
+    assert load_run(run.folder).result == run.result
 
 
 def test_only_calmatchs_own_litter_is_swept(tmp_path):
@@ -94,7 +85,7 @@ def test_only_calmatchs_own_litter_is_swept(tmp_path):
     others.append(tmp_path / f".report.html.{os.getppid()}.part")  # somebody writes it now
     for path in (*litter, *others):
         path.touch()
-    with checkpoint.lock(tmp_path):
+    with files.lock(tmp_path):
         assert not any(path.exists() for path in litter)
         assert all(path.exists() for path in others)
 
@@ -103,8 +94,8 @@ def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
     code = """
 import os, sys, time
 from pathlib import Path
-from calmatch import checkpoint
-with checkpoint.lock(Path(sys.argv[1])):
+from calmatch import files
+with files.lock(Path(sys.argv[1])):
     if os.fork() == 0:
         time.sleep(30)
     print("held", flush=True)
@@ -116,7 +107,7 @@ with checkpoint.lock(Path(sys.argv[1])):
     process.kill()  # the parent alone
     process.wait()
     try:
-        with checkpoint.lock(tmp_path):
+        with files.lock(tmp_path):
             pass
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -125,24 +116,24 @@ with checkpoint.lock(Path(sys.argv[1])):
 
 @pytest.mark.parametrize("place", ["step", "lines", "best"])
 def test_a_changed_note_of_a_checkpoint_is_noticed(tmp_path, place):
-    checkpoint.save(tmp_path, 7, {"a": torch.ones(3)}, {"lines": 70, "best": 0.75})
+    checkpoint.save_checkpoint(tmp_path, 7, {"a": torch.ones(3)}, {"lines": 70, "best": 0.75})
     (path,) = tmp_path.glob("*.safetensors")
     changed = re.sub(rb'(\\"' + place.encode() + rb'\\": [0.]*)7', rb"\g<1>8", path.read_bytes())
     assert changed != path.read_bytes()
     path.write_bytes(changed)
     with pytest.raises(ValueError, match="checksum"):
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
 
 
 def test_a_line_is_whole_or_not_there_when_the_disk_is_full(tmp_path):
-    with log.Lines(tmp_path, 0) as lines:
+    with checkpoint.Lines(tmp_path, 0) as lines:
         lines.write({"step": 1, "kind": "train", "loss": 0.5})
         size = lines.size()
     code = """
 import resource, sys
 from pathlib import Path
-from calmatch import log
-with log.Lines(Path(sys.argv[1]), int(sys.argv[2])) as lines:
+from calmatch.training import checkpoint
+with checkpoint.Lines(Path(sys.argv[1]), int(sys.argv[2])) as lines:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]) + 20, -1))
     try:
         lines.write({"step": 2, "kind": "train", "loss": 0.25})
@@ -159,14 +150,14 @@ def test_a_full_disk_is_one_sentence(capsys):
     def full():
         raise OSError(28, "No space left on device", "/somewhere/metrics.jsonl")
 
-    assert edge.guarded(full) == 2
+    assert console.run_guarded(full) == 2
     told = capsys.readouterr().err
     assert "No space left on device (/somewhere/metrics.jsonl)" in told
     assert "Traceback" not in told
 
 
 def test_a_signal_that_somebody_swallows_is_repeated(monkeypatch):
-    monkeypatch.setattr(edge, "AGAIN", 0.05)
+    monkeypatch.setattr(console, "REPEAT_AFTER", 0.05)
     swallowed = []
 
     def act():
@@ -179,21 +170,21 @@ def test_a_signal_that_somebody_swallows_is_repeated(monkeypatch):
         return 0
 
     with pytest.raises(SystemExit) as found:
-        edge.guarded(act)
+        console.run_guarded(act)
     assert swallowed
     assert found.value.code == 143
 
 
 def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(edge, "LATEST", 0.05)
+    monkeypatch.setattr(console, "LONGEST_STEP", 0.05)
 
     def step():
-        with edge.signals() as asked:
+        with console.catch_signals() as asked:
             asked.patient = True
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
 
-    with pytest.raises(edge.Stopped) as found:
+    with pytest.raises(console.Stopped) as found:
         step()
     assert found.value.exit_code == 143
 
@@ -228,16 +219,16 @@ def test_a_member_that_unpacks_to_gigabytes_is_skipped_unread(tmp_path, monkeypa
         for _ in range(17):
             member.write(bytes(1 << 24))
     assert path.stat().st_size < 1 << 20
-    (name,) = predict.Pictures(path).names()
-    assert isinstance(name, predict.Skipped)
+    (name,) = ImageSource(path).names()
+    assert isinstance(name, Skipped)
     assert "larger than" in name.reason
 
 
 def test_arrays_that_unpack_to_gigabytes_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(runfiles.LARGEST, "npz", 1 << 20)
+    monkeypatch.setitem(files.LARGEST_BYTES, "npz", 1 << 20)
     np.savez_compressed(tmp_path / "p.npz", probs=np.zeros((1 << 16, 4)), labels=np.zeros(1 << 16))
     with pytest.raises(ValueError, match="too large"):
-        evaluate.load(tmp_path / "p.npz")
+        load_predictions(tmp_path / "p.npz")
 
 
 def test_a_zip_with_very_many_entries_is_listed_in_bounded_memory(tmp_path):
@@ -258,7 +249,7 @@ def test_a_zip_with_very_many_entries_is_listed_in_bounded_memory(tmp_path):
     end = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, len(body), start, 0)
     path.write_bytes(local + body + last + there + end)
     assert len(zipfile.ZipFile(path).infolist()) == number
-    assert list(predict.Pictures(path).names()) == []
+    assert list(ImageSource(path).names()) == []
 
 
 # Files that are not what they say -----------------------------------------------------------
@@ -266,13 +257,13 @@ def test_a_zip_with_very_many_entries_is_listed_in_bounded_memory(tmp_path):
 JUNK = [None, [], {}, "x", -1, 1e308, float("nan"), 10**400, [[]], {"value": "a"}, "\ud800"]
 
 
-@pytest.mark.parametrize("key", sorted(runfiles.RESULT))
+@pytest.mark.parametrize("key", sorted(RESULT_CHECKS))
 def test_junk_in_a_result_is_a_sentence_or_a_page(tmp_path, key):
     run = made(tmp_path / "run", pictures=40, examples_too=False)
     for junk in JUNK:
-        checkpoint.write(run.folder / "result.json", json.dumps({**run.result, key: junk}))
+        files.write(run.folder / "result.json", json.dumps({**run.result, key: junk}))
         try:
-            build([results.load(run.folder)], run.folder / "report.html")
+            build([load_run(run.folder)], run.folder / "report.html")
         except ValueError as error:
             told = str(error)
             assert str(run.folder) in told, told
@@ -280,9 +271,9 @@ def test_junk_in_a_result_is_a_sentence_or_a_page(tmp_path, key):
 
 def test_classes_that_do_not_fit_the_predictions_are_a_sentence(tmp_path):
     run = made(tmp_path / "run", pictures=40)
-    checkpoint.write_json(run.folder / "result.json", {**run.result, "classes": ["a", "b"]})
+    files.write_json(run.folder / "result.json", {**run.result, "classes": ["a", "b"]})
     with pytest.raises(ValueError, match="that fit"):
-        build([results.load(run.folder)], run.folder / "report.html")
+        build([load_run(run.folder)], run.folder / "report.html")
 
 
 class Evil:
@@ -300,7 +291,7 @@ def test_pretrained_files_run_no_code(tmp_path, monkeypatch, name, packed):
     else:
         path.write_bytes(pickle.dumps({"state_dict": Evil()}))
     with pytest.raises(ValueError, match="is not a"):
-        pretrained.state_of(path)
+        nets.read_state(path)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -308,7 +299,7 @@ def test_arrays_with_pickles_in_them_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "p.npz", probs=np.array([Evil()], dtype=object), labels=np.zeros(1))
     with pytest.raises(ValueError, match="plain arrays"):
-        evaluate.load(tmp_path / "p.npz")
+        load_predictions(tmp_path / "p.npz")
     assert not (tmp_path / "pwned").exists()
 
 
@@ -326,22 +317,22 @@ def published(tmp_path, monkeypatch):
         Path(target).write_bytes(content[0])
 
     monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
-    pretrained.messages.clear()
+    nets.messages.clear()
     return content
 
 
 def test_weights_without_published_checksum_are_remembered_and_checked(published):
-    path = pretrained._download("vit_tiny_patch2_32")
+    path = nets._download("vit_tiny_patch2_32")
     digest = hashlib.sha256(b"first").hexdigest()
-    assert digest in pretrained.messages[0]
-    assert pretrained._download("vit_tiny_patch2_32") == path
+    assert digest in nets.messages[0]
+    assert nets._download("vit_tiny_patch2_32") == path
     path.write_bytes(b"changed")
     with pytest.raises(ValueError, match="is not what"):
-        pretrained._download("vit_tiny_patch2_32")
+        nets._download("vit_tiny_patch2_32")
     path.unlink()
     published[0] = b"other"
     with pytest.raises(ValueError, match="is not what"):
-        pretrained._download("vit_tiny_patch2_32")
+        nets._download("vit_tiny_patch2_32")
 
 
 def test_nothing_listens_on_a_network_port():
@@ -352,14 +343,14 @@ def test_nothing_listens_on_a_network_port():
     for path in SOURCE.rglob("*.py"):
         assert not listening.search(path.read_text("utf-8")), path
     calls = [path.name for path in SOURCE.rglob("*.py") if "ray.init(" in path.read_text("utf-8")]
-    assert calls == ["cluster.py"]
+    assert calls == ["predict.py"]
     started: dict[str, object] = {}
     fake = types.SimpleNamespace(init=lambda **settings: started.update(settings))
-    cluster.start(fake, None, "error")
+    start_ray(fake, None, "error")
     assert started["include_dashboard"] is False
     assert started["_node_ip_address"] == "127.0.0.1"
     started.clear()
-    cluster.start(fake, "somewhere:6379", "error")
+    start_ray(fake, "somewhere:6379", "error")
     assert "include_dashboard" not in started  # somebody else's cluster is theirs to configure
 
 

@@ -1,4 +1,4 @@
-"""Layers import downward only; methods know no losses, losses no methods."""
+"""The house: its floors import downward only, and its budgets hold."""
 
 from __future__ import annotations
 
@@ -12,82 +12,72 @@ import pytest
 import calmatch
 
 ROOT = Path(calmatch.__file__).parent
-LAYERS = [
-    {"core", "ops", "parallel", "spec", "memory", "edge"},
-    {"losses", "metrics", "posthoc", "augment", "nets", "methods", "optim", "config"},
-    {"data", "setup"},
-    {
-        "trainer",
-        "capture",
-        "flat",
-        "step",
-        "guard",
-        "environment",
-        "evaluate",
-        "examples",
-        "scaled",
-        "views",
-        "checkpoint",
-        "log",
-        "results",
-        "runfiles",
-        "model",
-        "modelfile",
-        "heads",
-        "features",
-        "vectors",
-    },
-    {
-        "recipes",
-        "bench",
-        "cli",
-        "options",
-        "api",
-        "demo",
-        "fit",
-        "plan",
-        "planning",
-        "judge",
-        "words",
-        "outcome",
-        "estimator",
-        "predict",
-        "replay",
-        "table",
-        "cluster",
-        "export",
-        "report",
-        "__main__",
-        "__init__",
-    },
+FLOORS = [
+    ("tensors, files, the console", "core ops spec files console"),
+    ("what a method, a loss, a metric is", "augment losses methods metrics nets posthoc"),
+    ("images, and a trained model", "data model"),
+    ("a run: trained, and read back", "training runs options"),
+    ("what people do with it", "fit predict export estimator"),
+    ("what people look at", "report bench"),
+    ("the command line", "cli __main__ __init__"),
 ]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LEVEL = {room: level for level, (_, rooms) in enumerate(FLOORS) for room in rooms.split()}
+FILES = sorted(ROOT.rglob("*.py"))
+MOST_FILES, MOST_LINES, LONGEST = 75, 15_500, 600
+# plug-ins, heavy optional dependencies, and where a process starts
+ALONE_ALLOWED = {"__main__", "__init__", "cli", "bench.ray", "export"}
 
 
-def room(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "__init__"
+
+
+MODULES = {module(path): path for path in FILES}
 
 
 def imports(path: Path) -> set[str]:
+    """The calmatch modules that a file imports, at its top or inside a function."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("calmatch"):
-            parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
-    return found - {"__version__"}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "calmatch":
+            base = node.module.partition(".")[2]
+            for alias in node.names:
+                full = f"{base}.{alias.name}".strip(".")
+                found.add(full if full in MODULES else base or "__init__")
+    return found
 
 
-FILES = sorted(ROOT.rglob("*.py"))
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "__init__"])
+def test_a_file_imports_its_own_floor_or_lower(name):
+    room = name.partition(".")[0]
+    for other in {found.partition(".")[0] for found in imports(MODULES[name])} - {"__init__"}:
+        assert LEVEL[other] <= LEVEL[room], f"{name} imports {other}"
+        assert {room, other} != {"methods", "losses"}
+        assert not (room == "report" and other == "training")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_its_own_layer_or_lower(path):
-    if path.name == "__init__.py" and path.parent == ROOT:
-        return  # the public names
-    for other in imports(path):
-        assert LEVEL[other] <= LEVEL[room(path)], f"{room(path)} imports {other}"
-        assert {room(path), other} != {"methods", "losses"}
-        assert not (room(path) == "report" and other == "trainer")
+def test_the_house_keeps_its_budgets():
+    lines = {path: len(path.read_text().splitlines()) for path in FILES}
+    assert len(FILES) <= MOST_FILES
+    assert sum(lines.values()) <= MOST_LINES
+    assert not [path for path, number in lines.items() if number > LONGEST]
+
+
+def test_a_module_with_a_single_importer_is_a_plug_in():
+    importers: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name, path in MODULES.items():
+        for other in imports(path):
+            importers[other].add(name)
+    looked_up = {"methods", "nets", "augment"}  # by name, through a table
+    lonely = [
+        name
+        for name, found in importers.items()
+        if len(found - {name}) < 2
+        and name not in ALONE_ALLOWED
+        and name.partition(".")[0] not in looked_up
+    ]
+    assert not lonely
 
 
 def test_every_public_name_exists_and_importing_the_package_is_light():
@@ -96,6 +86,7 @@ def test_every_public_name_exists_and_importing_the_package_is_light():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_short(path):
-    assert len(path.read_text().splitlines()) <= 330
+def test_the_table_of_floors_in_contributing_is_true():
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    for level, (subject, rooms) in enumerate(FLOORS):
+        assert f"| {level} | `{rooms}` | {subject} |" in page

@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import calmatch
-from calmatch import methods, model, modelfile, nets, posthoc, trainer
+from calmatch import methods, nets, posthoc
 from calmatch.core import Method
-from conftest import write_model
+from calmatch.model import KEYS_1, load_model, save_calibration
+from calmatch.training.loop import train
+from conftest import write_random_model
 
 FAMILIES = [
     ("tiny", 16),
@@ -38,7 +40,7 @@ def pictures(n: int, size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", ["simmatch", "bam"])
 def test_a_loaded_model_says_what_the_run_said(tiny, tmp_path, method):
-    run = trainer.train(tiny(method), tmp_path / "run", quiet=True)
+    run = train(tiny(method), tmp_path / "run", quiet=True)
     loaded = calmatch.load_model(run.folder)
     images = calmatch.data.build("synthetic").test_images
     log_probs, _ = run.predictions()
@@ -51,8 +53,8 @@ def test_a_loaded_model_says_what_the_run_said(tiny, tmp_path, method):
 
 @pytest.mark.parametrize(("net", "size"), FAMILIES)
 def test_every_family_of_networks_loads(tmp_path, net, size):
-    body = write_model(tmp_path, net, 3, size)
-    loaded = model.load(tmp_path)
+    body = write_random_model(tmp_path, net, 3, size)
+    loaded = load_model(tmp_path)
     images = pictures(3, size)
     with torch.inference_mode():
         expected = body.eval()((images / 255 - 0.5) / 0.25).logits
@@ -65,31 +67,31 @@ def test_only_methods_with_an_own_way_to_predict_are_built():
 
 
 def test_format_1_still_loads(tmp_path):
-    write_model(tmp_path, "tiny", 2, 8)
+    write_random_model(tmp_path, "tiny", 2, 8)
     note = json.loads((tmp_path / "model.json").read_text())
-    old = {key: note[key] for key in modelfile.FIRST} | {"format": 1}
+    old = {key: note[key] for key in KEYS_1} | {"format": 1}
     (tmp_path / "model.json").write_text(json.dumps(old))
-    loaded = model.load(tmp_path)
+    loaded = load_model(tmp_path)
     assert loaded.calibration.kind == "identity"
     answers = loaded.answer(loaded.probabilities(pictures(4, 8)))
     assert [answer.set for answer in answers] == [()] * 4
     assert not any(answer.sure for answer in answers)
-    model.save_calibration(tmp_path, posthoc.Scaling("temperature", {"temperature": 2.0}, 9))
-    assert model.load(tmp_path).note["format"] == 2
+    save_calibration(tmp_path, posthoc.Scaling("temperature", {"temperature": 2.0}, 9))
+    assert load_model(tmp_path).note["format"] == 2
 
 
 def test_calibration_and_promises_are_kept_and_used(tmp_path):
-    write_model(tmp_path, "tiny", 3, 8)
+    write_random_model(tmp_path, "tiny", 3, 8)
     images = pictures(200, 8)
-    raw = model.load(tmp_path)
+    raw = load_model(tmp_path)
     logits = raw.logits(images)
     truth = logits.argmax(1)
     scaling = posthoc.Scaling("temperature", {"temperature": 0.1}, 200)
     probs = scaling(logits).exp()
     sets = posthoc.conformal(probs, truth, score="aps")
     point = posthoc.selective(probs.amax(1)[:100], np.ones(100))
-    model.save_calibration(tmp_path, scaling, sets, point, {"labels": 200, "data": "folder"})
-    loaded = model.load(tmp_path)
+    save_calibration(tmp_path, scaling, sets, point, {"labels": 200, "data": "folder"})
+    loaded = load_model(tmp_path)
     torch.testing.assert_close(loaded.probabilities(images), probs)
     assert (loaded.conformal, loaded.selective) == (sets, point)
     assert loaded.provenance == {"seed": 5, "labels": 200, "data": "folder"}
@@ -103,25 +105,25 @@ def test_calibration_and_promises_are_kept_and_used(tmp_path):
     ]
     assert [a.sure for a in answers] == (probs.amax(1) >= point.threshold).tolist()
     with pytest.raises(ValueError, match="repeatable"):
-        model.save_calibration(tmp_path, scaling, sets._replace(seed=1))
-    assert model.load(tmp_path).conformal == sets
+        save_calibration(tmp_path, scaling, sets._replace(seed=1))
+    assert load_model(tmp_path).conformal == sets
 
 
 def test_a_model_says_the_mean_of_its_looks(tmp_path):
-    write_model(tmp_path, "tiny", 3, 8)
-    images, plain = pictures(9, 8), model.load(tmp_path)
+    write_random_model(tmp_path, "tiny", 3, 8)
+    images, plain = pictures(9, 8), load_model(tmp_path)
     note = json.loads((tmp_path / "model.json").read_text())
     note["looks"] = [[0, 0, False], [0, 0, True], [2, 0, False]]
     (tmp_path / "model.json").write_text(json.dumps(note))
     padded = torch.nn.functional.pad(images.float(), (2, 2, 0, 0), mode="reflect")
     seen = [images, images.flip(-1), padded[..., 4:].to(torch.uint8)]
     expected = torch.stack([plain.logits(one) for one in seen]).mean(0)
-    torch.testing.assert_close(model.load(tmp_path).logits(images), expected)
+    torch.testing.assert_close(load_model(tmp_path).logits(images), expected)
 
 
 def test_pictures_of_another_size_or_type_are_refused(tmp_path):
-    write_model(tmp_path, "tiny", 3, 8)
-    loaded = model.load(tmp_path)
+    write_random_model(tmp_path, "tiny", 3, 8)
+    loaded = load_model(tmp_path)
     assert loaded.probabilities(pictures(0, 8)).shape == (0, 3)
     for wrong in (pictures(2, 9), pictures(2, 8).float(), pictures(2, 8)[:, :1]):
         with pytest.raises(ValueError, match=r"uint8 pictures \[N, 3, 8, 8\]"):
@@ -135,7 +137,7 @@ class Trap:
 
 def test_a_pickle_called_safetensors_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path, "tiny", 2, 8)
+    write_random_model(tmp_path, "tiny", 2, 8)
     for bad in (
         pickle.dumps(Trap()),
         b"",
@@ -148,10 +150,10 @@ def test_a_pickle_called_safetensors_is_refused_and_not_run(tmp_path, monkeypatc
     ):
         (tmp_path / "model.safetensors").write_bytes(bad)
         with pytest.raises(ValueError, match=r"not a safetensors file|does not fit"):
-            model.load(tmp_path)
+            load_model(tmp_path)
     torch.save({"net/body.head.bias": Trap()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="not a safetensors file"):
-        model.load(tmp_path)
+        load_model(tmp_path)
     assert not (tmp_path / "trapped").exists()
 
 
@@ -161,7 +163,7 @@ def _header(entries: dict) -> bytes:
 
 
 def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(tmp_path):
-    write_model(tmp_path, "tiny", 2, 8)
+    write_random_model(tmp_path, "tiny", 2, 8)
     path = tmp_path / "model.safetensors"
     good = safetensors.torch.load_file(path)
     name = "net/body.head.bias"
@@ -174,10 +176,10 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
         bad = {k: v for k, v in good.items() if k != name}
         safetensors.torch.save_file(bad if change is None else bad | {name: change}, path)
         with pytest.raises(ValueError, match=words):
-            model.load(tmp_path)
+            load_model(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match="There is no"):
-        model.load(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
         ({"selective": [1]}, "malformed"),
         ({"provenance": "x"}, "provenance is not"),
         ({"looks": []}, "looks is not"),
-        ({"looks": [[0, 0, 0]] * 6}, "looks is not"),
+        ({"looks": [[0, 0, 0]] * 17}, "looks is not"),
         ({"looks": [[0, 10**6, 0]]}, "looks is not"),
         ({"looks": [[0.5, 0, 0]]}, "looks is not"),
         ({"looks": [[0, 0, 2]]}, "looks is not"),
@@ -230,11 +232,11 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
 def test_a_hostile_model_json_is_one_sentence(tmp_path, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trap.py").write_text("open('trapped', 'w')\nclass Net: pass\n")
-    write_model(tmp_path, "tiny", 2, 8)
+    write_random_model(tmp_path, "tiny", 2, 8)
     note = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps(note | change))
     with pytest.raises(ValueError, match=words) as caught:
-        model.load(tmp_path)
+        load_model(tmp_path)
     assert "\n" not in str(caught.value).strip()
     assert not (tmp_path / "trapped").exists()
 
@@ -243,9 +245,9 @@ def test_a_hostile_model_json_is_one_sentence(tmp_path, monkeypatch, change, wor
 def test_a_damaged_model_json_is_one_sentence(tmp_path, text):
     (tmp_path / "model.json").write_text(text)
     with pytest.raises(ValueError, match=r"model\.json"):
-        model.load(tmp_path)
+        load_model(tmp_path)
     with pytest.raises(ValueError, match="There is no model in"):
-        model.load(tmp_path / "nowhere")
+        load_model(tmp_path / "nowhere")
 
 
 JUNK = st.recursive(
@@ -264,36 +266,36 @@ JUNK = st.recursive(
 )
 def test_junk_in_any_entry_never_ends_in_a_fault(tmp_path, key, value):
     if not (tmp_path / "model.safetensors").exists():
-        write_model(tmp_path, "tiny", 2, 8)
+        write_random_model(tmp_path, "tiny", 2, 8)
         (tmp_path / "good").write_text((tmp_path / "model.json").read_text())
     note = json.loads((tmp_path / "good").read_text())
     (tmp_path / "model.json").write_text(json.dumps(note | {key: value}))
     with contextlib.suppress(ValueError):  # a sentence, or what happens to be fine
-        model.load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_trust_imports_what_a_person_vouches_for(tmp_path, monkeypatch):
     (tmp_path / "vouched.py").write_text(
-        "from calmatch.nets.small import Tiny\nclass Mine(Tiny): pass\n"
+        "from calmatch.nets.classic import Tiny\nclass Mine(Tiny): pass\n"
     )
     monkeypatch.chdir(tmp_path)
-    write_model(tmp_path, "tiny", 2, 8)
+    write_random_model(tmp_path, "tiny", 2, 8)
     note = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps(note | {"net": "vouched.Mine"}))
     with pytest.raises(ValueError, match="--trust"):
-        model.load(tmp_path)
-    assert model.load(tmp_path, trust=True).probabilities(pictures(2, 8)).shape == (2, 2)
+        load_model(tmp_path)
+    assert load_model(tmp_path, trust=True).probabilities(pictures(2, 8)).shape == (2, 2)
 
 
 def test_loading_leaves_chance_alone_and_downloads_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(nets.pretrained, "_download", lambda name: pytest.fail("a download"))
-    write_model(tmp_path, "vit_tiny_patch2_32", 2, 8)
+    monkeypatch.setattr(nets, "_download", lambda name: pytest.fail("a download"))
+    write_random_model(tmp_path, "vit_tiny_patch2_32", 2, 8)
     note = json.loads((tmp_path / "model.json").read_text())
     note["net"] = "vit_tiny_patch2_32(pretrained='usb')"
     (tmp_path / "model.json").write_text(json.dumps(note))
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    model.load(tmp_path)
+    load_model(tmp_path)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -301,8 +303,8 @@ def test_loading_leaves_chance_alone_and_downloads_nothing(tmp_path, monkeypatch
 @pytest.mark.filterwarnings("default::UserWarning")
 @pytest.mark.parametrize(("net", "size"), FAMILIES)
 def test_a_gpu_gives_the_same_probabilities(tmp_path, net, size):
-    write_model(tmp_path, net, 10, size)
+    write_random_model(tmp_path, net, 10, size)
     images = pictures(64, size)
-    cpu = model.load(tmp_path).probabilities(images)
-    gpu = model.load(tmp_path, device="cuda").probabilities(images)
+    cpu = load_model(tmp_path).probabilities(images)
+    gpu = load_model(tmp_path, device="cuda").probabilities(images)
     torch.testing.assert_close(cpu, gpu, atol=1e-4, rtol=0)

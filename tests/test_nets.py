@@ -15,12 +15,10 @@ from torch.nn import functional
 
 from calmatch import nets
 from calmatch.core import Task
-from calmatch.flat import lowered
-from calmatch.methods import build as build_method
-from calmatch.nets import pretrained
-from calmatch.nets.timm_net import Reaching
-from calmatch.nets.vit import ViT
-from calmatch.nets.wideresnet import WideResNet
+from calmatch.methods import build
+from calmatch.nets.classic import ViT, WideResNet
+from calmatch.nets.timm import Reaching
+from calmatch.training.cuda_graph import bf16_parameters
 from conftest import GOLDEN, Golden
 
 FILE = Golden("schedule")
@@ -100,7 +98,7 @@ def test_heads_of_methods_equal_the_references(tag):
     spec, heads = HEADS[tag]
     body = tiny_vit(depth=1, width=12).double().eval()
     body.load_state_dict(state(tag, "backbone."))
-    method = build_method(spec, Task(7, 14, 28, 12, 100, (2,) * 7))
+    method = build(spec, Task(7, 14, 28, 12, 100, (2,) * 7))
     made = method.heads()
     assert set(made) == set(heads)
     with torch.no_grad():
@@ -127,7 +125,7 @@ def test_parameters_have_the_references_names_shapes_and_order(name):
 @pytest.mark.parametrize("name", [name for name in nets.NETS if name != "timm"])
 def test_every_network_returns_logits_and_features(name):
     size = 96 if "96" in name else 32
-    text = f"{name}(pretrained=False)" if name in nets.timm_net.LITE else name
+    text = f"{name}(pretrained=False)" if name in nets.LITE else name
     net = nets.build(text, 5, size).eval()
     with torch.no_grad():
         out = net(torch.randn(2, 3, size, size))
@@ -142,7 +140,7 @@ def test_any_timm_model_by_name():
 
 def test_position_embeddings_are_resized_as_the_reference_does():
     old, new = FILE["posembed_old"].float(), FILE["posembed_new"].float()
-    torch.testing.assert_close(pretrained.resize_positions(old, new), new, atol=1e-5, rtol=0)
+    torch.testing.assert_close(nets.resize_positions(old, new), new, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -157,7 +155,7 @@ def test_weights_from_a_file_fill_all_but_the_head_and_say_so(tmp_path, suffix):
     net = nets.build(f"vit_tiny_patch2_32(pretrained={str(path)!r})", 4, 32)
     assert torch.equal(net.blocks[3].mlp.fc1.weight, source.blocks[3].mlp.fc1.weight)
     assert net.pos_embed.shape[1] == 257
-    (message,) = pretrained.messages
+    (message,) = nets.messages
     assert "150 tensors loaded" in message
     assert "head.weight" in message
 
@@ -234,7 +232,9 @@ def test_efficientnets_depthwise_layers_of_stride_one_are_ours():
     net = nets.build("efficientnet_lite0(pretrained=False)", 10, 32)
     ours = [name for name, layer in net.named_modules() if isinstance(layer, Reaching)]
     assert len(ours) == 12
-    assert {f"body.{name}.weight" for name in ours} <= {*lowered(nets.Net(net, {}))}  # in bfloat16
+    assert {f"body.{name}.weight" for name in ours} <= {
+        *bf16_parameters(nets.Net(net, {}))
+    }  # in bfloat16
 
 
 @pytest.mark.parametrize("name", ["tf_efficientnet_lite0", "mobilenetv3_small_050"])

@@ -12,8 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from calmatch.data import build, labels, pictures
-from calmatch.data.files import decode
+from calmatch.data import folder as folder_module
+from calmatch.data.dataset import build
+from calmatch.data.folder import decode_folder, fitting_size, own_images, read_folder, read_labels
+from calmatch.data.images import decode
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def test_class_folders_with_an_unlabelled_one_nested_and_loose_pictures(tmp_path
         draw(root / name)
     (root / "dog" / "notes.txt").write_text("not a picture")
     (root / ".hidden").mkdir()
-    found = pictures.read(root)
+    found = read_folder(root)
     assert found.classes == ("cat", "dog")
     named = dict(zip(found.names, found.labels, strict=True))
     wanted = {"cat/1.png": 0, "cat/deep/2.jpg": 0, "dog/1.webp": 1}
@@ -74,7 +76,7 @@ def test_class_folders_with_an_unlabelled_one_nested_and_loose_pictures(tmp_path
     ids=["plain", "bom", "crlf", "utf-16", "spaces", "columns", "empty label"],
 )
 def test_a_csv_is_read_however_it_was_saved(folder, raw):
-    found = pictures.read(folder, table(folder, raw))
+    found = read_folder(folder, table(folder, raw))
     assert found.classes == ("cold", "warm")
     assert found.labels == (1, 1, 0, 0, -1, -1)
 
@@ -84,14 +86,14 @@ def test_latin_1_and_both_unicode_forms_name_the_same_class_and_file(folder):
     draw(folder / "brot.png")
     text = 'file,label\n"käse, alt.png",Käse\nbrot.png,Brot\n'
     for raw in (text.encode("latin-1"), text.encode(), unicodedata.normalize("NFD", text).encode()):
-        found = pictures.read(folder, table(folder, raw))
+        found = read_folder(folder, table(folder, raw))
         assert found.classes == ("Brot", "Käse")
         assert sorted(found.labels)[-2:] == [0, 1]
 
 
 def test_labels_that_are_numbers_are_ordered_as_numbers(folder):
     csv = table(folder, "file,label\na.png,10\nb.png,9\nc.png,-1\nd.png,9\n")
-    assert pictures.read(folder, csv).classes == ("-1", "9", "10")
+    assert read_folder(folder, csv).classes == ("-1", "9", "10")
 
 
 MISTAKES = {
@@ -120,30 +122,30 @@ MISTAKES = {
 def test_a_mistake_in_a_csv_is_a_sentence_that_names_the_row(folder, kind):
     text, sentence = MISTAKES[kind]
     with pytest.raises(ValueError, match=r"labels\.csv") as caught:
-        pictures.read(folder, table(folder, text))
+        read_folder(folder, table(folder, text))
     assert sentence in str(caught.value)
 
 
 def test_a_repeated_row_is_harmless_and_said(folder):
-    found = pictures.read(folder, table(folder, GOOD + "a.png,warm\n"))
+    found = read_folder(folder, table(folder, GOOD + "a.png,warm\n"))
     assert "more than once" in found.notes[0]
 
 
 def test_mistakes_of_folders_are_sentences(tmp_path):
     with pytest.raises(ValueError, match="There is no folder"):
-        pictures.read(tmp_path / "nothing")
+        read_folder(tmp_path / "nothing")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match="holds no pictures"):
-        pictures.read(empty)
+        read_folder(empty)
     draw(tmp_path / "flat" / "a.png")
     with pytest.raises(ValueError, match=r"no class folders.*--labels"):
-        pictures.read(tmp_path / "flat")
+        read_folder(tmp_path / "flat")
     draw(tmp_path / "pics" / "cat" / "a.png")
     draw(tmp_path / "pics" / "dog" / "a.png")
     (tmp_path / "pics" / "cow").mkdir()
     with pytest.raises(ValueError, match=r"class folder .*cow holds no pictures"):
-        pictures.read(tmp_path / "pics")
+        read_folder(tmp_path / "pics")
 
 
 def test_links_that_leave_the_folder_are_skipped_or_refused(tmp_path, folder):
@@ -152,13 +154,13 @@ def test_links_that_leave_the_folder_are_skipped_or_refused(tmp_path, folder):
     (folder / "inside.png").symlink_to(folder / "a.png")
     (folder / "all").symlink_to(outside.parent)
     csv = table(folder, GOOD)
-    found = pictures.read(folder, csv)
+    found = read_folder(folder, csv)
     assert {item.file for item in found.skipped} == {"link.png", "all"}
     assert "inside.png" in found.names
     with pytest.raises(ValueError, match="--strict"):
-        pictures.read(folder, csv, strict=True)
+        read_folder(folder, csv, strict=True)
     with pytest.raises(ValueError, match=r"row 6: link.png"):
-        pictures.read(folder, table(folder, GOOD + "link.png,warm\n"))
+        read_folder(folder, table(folder, GOOD + "link.png,warm\n"))
 
 
 def test_broken_files_are_listed_and_left_out_unless_strict(folder):
@@ -169,20 +171,20 @@ def test_broken_files_are_listed_and_left_out_unless_strict(folder):
     csv = table(folder, GOOD)
     for _ in range(2):  # decoded, then from the cache
         seen: list[int] = []
-        images, found = pictures.decoded(pictures.read(folder, csv), 16, seen=seen.append)
+        images, found = decode_folder(read_folder(folder, csv), 16, seen=seen.append)
         assert [item.file for item in found.skipped] == ["broken.png", "cut.png", "empty.jpg"]
         assert len(images) == len(found.names) == 6
     assert seen == []  # nothing is decoded twice
     with pytest.raises(ValueError, match=r"broken.png cannot be decoded"):
-        pictures.decoded(pictures.read(folder, csv), 16, strict=True)
+        decode_folder(read_folder(folder, csv), 16, strict=True)
 
 
 def test_a_changed_file_is_decoded_anew(folder):
     csv = table(folder, GOOD)
-    before = pictures.decoded(pictures.read(folder, csv), 16)[0].take([0])
+    before = decode_folder(read_folder(folder, csv), 16)[0].take([0])
     draw(folder / "a.png", "white")
     os.utime(folder / "a.png", ns=(1, 1))
-    after = pictures.decoded(pictures.read(folder, csv), 16)[0].take([0])
+    after = decode_folder(read_folder(folder, csv), 16)[0].take([0])
     assert not torch.equal(before, after)
 
 
@@ -190,7 +192,7 @@ def test_a_class_whose_only_label_cannot_be_decoded_is_an_error(folder):
     (folder / "x.png").write_bytes(b"rubbish")
     csv = table(folder, GOOD + "x.png,odd\n")
     with pytest.raises(ValueError, match="Class 'odd' has no label left"):
-        pictures.pictures(root=str(folder), labels=str(csv), size=16)
+        own_images(root=str(folder), labels=str(csv), size=16)
 
 
 def saved(picture: Image.Image, kind: str, **how: object) -> bytes:
@@ -234,7 +236,7 @@ def test_a_large_jpeg_looks_the_same_as_a_png():
 def test_the_training_size_follows_the_pictures(tmp_path, side, size):
     for k in range(2):
         draw(tmp_path / "pics" / f"class{k}" / "a.png", size=(side + 5, side))
-    assert pictures.fitting_size(pictures.read(tmp_path / "pics")) == (size, side)
+    assert fitting_size(read_folder(tmp_path / "pics")) == (size, side)
 
 
 def test_the_dataset_holds_out_a_share_of_each_class_and_limits_the_unlabelled(tmp_path):
@@ -254,7 +256,7 @@ def test_the_dataset_holds_out_a_share_of_each_class_and_limits_the_unlabelled(t
 
 
 def test_many_large_pictures_are_decoded_when_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "LARGEST", 100)
+    monkeypatch.setattr(folder_module, "LARGEST", 100)
     root = tmp_path / "pics"
     for name in ("cat/a.png", "cat/b.png", "dog/a.png", "dog/b.png"):
         draw(root / name)
@@ -266,9 +268,9 @@ def test_many_large_pictures_are_decoded_when_asked_for(tmp_path, monkeypatch):
 
 def test_class_names_that_differ_in_capitals_only_are_pointed_out(folder):
     csv = table(folder, "file,label\na.png,Cat\nb.png,cat\nc.png,dog\n")
-    assert any("differ in capitals" in note for note in pictures.read(folder, csv).notes)
+    assert any("differ in capitals" in note for note in read_folder(folder, csv).notes)
 
 
 def test_rows_know_where_they_stand(folder):
-    rows = labels.read(table(folder, "file,label\n\na.png,x\n\n\nb.png,y\n"))
+    rows = read_labels(table(folder, "file,label\n\na.png,x\n\n\nb.png,y\n"))
     assert [row.number for row in rows] == [3, 6]

@@ -15,7 +15,7 @@ from scipy import optimize, stats
 from sklearn.isotonic import IsotonicRegression
 
 from calmatch import metrics, posthoc
-from calmatch.posthoc.sets import scores
+from calmatch.posthoc import scores
 
 KINDS = sorted(posthoc.SCALINGS)
 
@@ -63,7 +63,7 @@ def test_temperature_is_the_minimum_that_a_general_optimiser_finds(z, y):
 @settings(max_examples=60, deadline=None)
 def test_every_scaling_gives_log_probabilities_and_survives_json(z, y, kind):
     scaling = posthoc.SCALINGS[kind](z, y)
-    again = posthoc.load(json.loads(json.dumps(scaling.dump())))
+    again = posthoc.load_scaling(json.loads(json.dumps(scaling.dump())))
     logits = torch.from_numpy(z)
     logp = scaling(logits)
     assert torch.equal(again(logits), logp)
@@ -189,7 +189,7 @@ def test_a_table_temperature_is_blind_to_a_pictures_own_label():
 )
 def test_a_malformed_scaling_is_refused_in_a_sentence(saved):
     with pytest.raises(ValueError, match=r"[Cc]alibration .*\.$"):
-        posthoc.load(saved)
+        posthoc.load_scaling(saved)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from calmatch import cli, model, posthoc, table
-from calmatch.data.files import decode
-from calmatch.predict import predict
-from conftest import ALONE, calmatch, write_model
+from calmatch import cli, posthoc
+from calmatch.data.images import decode
+from calmatch.model import load_model, save_calibration
+from calmatch.predict import Answered, join_names, open_table, predict, skipped_path, split_names
+from conftest import ALONE, calmatch, write_random_model
 
 
 def draw(path: Path, seed: int, size: int = 12) -> None:
@@ -37,8 +38,8 @@ def read(path: Path) -> list[dict[str, str]]:
 def trained(tmp_path_factory) -> Path:
     """A model with a calibration, sets and a promise."""
     folder = tmp_path_factory.mktemp("model")
-    write_model(folder, "tiny", 3, 12)
-    loaded = model.load(folder)
+    write_random_model(folder, "tiny", 3, 12)
+    loaded = load_model(folder)
     pixels = [np.random.default_rng(k).integers(0, 256, (3, 12, 12), np.uint8) for k in range(100)]
     logits = loaded.logits(torch.from_numpy(np.stack(pixels)))
     scaling = posthoc.Scaling("temperature", {"temperature": 0.05}, 100)
@@ -46,7 +47,7 @@ def trained(tmp_path_factory) -> Path:
     truth = torch.where(torch.arange(100) % 7 == 0, probs.argsort(1)[:, 1], probs.argmax(1))
     sets = posthoc.conformal(probs, truth, coverage=0.95)
     point = posthoc.selective(probs.amax(1).sort().values[20:], np.ones(80))
-    model.save_calibration(folder, scaling, sets, point)
+    save_calibration(folder, scaling, sets, point)
     return folder
 
 
@@ -72,13 +73,13 @@ def test_every_picture_is_answered_as_the_model_answers(trained, photos, tmp_pat
     rows = read(tmp_path / "out.csv")
     assert list(rows[0]) == ["file", "label", "confidence", "set", "sure"]
     assert [row["file"] for row in rows] == NAMES
-    loaded = model.load(trained)
+    loaded = load_model(trained)
     pixels = np.stack([decode((photos / name).read_bytes(), 12) for name in NAMES])
     answers = loaded.answer(loaded.probabilities(torch.from_numpy(pixels)))
     for row, answer in zip(rows, answers, strict=True):
         assert row["label"] == answer.label
         assert float(row["confidence"]) == pytest.approx(answer.confidence, abs=1e-6)
-        assert table.parted(row["set"]) == answer.set
+        assert split_names(row["set"]) == answer.set
         assert row["sure"] == str(answer.sure).lower()
     assert not list(tmp_path.glob(".*.part"))
     assert not (tmp_path / "out.csv.skipped.csv").exists()
@@ -92,21 +93,21 @@ def test_a_zip_a_folder_and_parquet_hold_the_same_rows(trained, photos, tmp_path
         for path in sorted(photos.rglob("*")):
             archive.write(path, path.relative_to(photos))
         archive.writestr("__MACOSX/b.png", b"junk")
-    loaded = model.load(trained)
+    loaded = load_model(trained)
     outs = [tmp_path / name for name in ("folder.csv", "zip.csv", "table.parquet")]
     for source, out in zip((photos, tmp_path / "photos.zip", photos), outs, strict=True):
         assert predict(loaded, source, out, batch=2, quiet=True).pictures == 6
     assert outs[0].read_bytes() == outs[1].read_bytes()
     found = pyarrow.parquet.read_table(outs[2]).to_pylist()
     for row, other in zip(read(outs[0]), found, strict=True):
-        assert tuple(other["set"]) == table.parted(row["set"])
+        assert tuple(other["set"]) == split_names(row["set"])
         assert (row["file"], row["label"]) == (other["file"], other["label"])
         assert float(row["confidence"]) == pytest.approx(other["confidence"], abs=1e-6)
         assert row["sure"] == str(other["sure"]).lower()
 
 
 def test_one_file_is_enough(trained, photos, tmp_path):
-    found = predict(model.load(trained), photos / "sub" / "c.jpg", tmp_path / "o.csv", quiet=True)
+    found = predict(load_model(trained), photos / "sub" / "c.jpg", tmp_path / "o.csv", quiet=True)
     assert found.pictures == 1
     assert [row["file"] for row in read(tmp_path / "o.csv")] == ["c.jpg"]
 
@@ -136,7 +137,7 @@ def _spoil(photos: Path) -> dict[str, str]:
 def test_files_that_cannot_be_predicted_are_listed_and_skipped(trained, photos, tmp_path, capsys):
     reasons = _spoil(photos)
     (photos / "inside.png").symlink_to("sub/c.jpg")
-    predict(model.load(trained), photos, tmp_path / "out.csv", batch=3)
+    predict(load_model(trained), photos, tmp_path / "out.csv", batch=3)
     assert {row["file"] for row in read(tmp_path / "out.csv")} == {*NAMES, "inside.png"}
     listed = {row["file"]: row["reason"] for row in read(tmp_path / "out.csv.skipped.csv")}
     assert set(listed) == set(reasons)
@@ -144,7 +145,7 @@ def test_files_that_cannot_be_predicted_are_listed_and_skipped(trained, photos, 
     assert "7 files were skipped" in capsys.readouterr().err
     for name in reasons:
         (photos / name).unlink()
-    predict(model.load(trained), photos, tmp_path / "out.csv", quiet=True)
+    predict(load_model(trained), photos, tmp_path / "out.csv", quiet=True)
     assert not (tmp_path / "out.csv.skipped.csv").exists()  # the earlier list is not left
 
 
@@ -159,7 +160,7 @@ def test_strict_stops_and_leaves_no_table(trained, photos, tmp_path, capsys):
 
 
 def test_mistakes_are_one_sentence(trained, photos, tmp_path):
-    loaded = model.load(trained)
+    loaded = load_model(trained)
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.png").write_bytes(b"x")
@@ -180,7 +181,7 @@ def test_mistakes_are_one_sentence(trained, photos, tmp_path):
 
 
 def test_hostile_zips_are_read_and_not_believed(trained, photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("calmatch.predict.BIGGEST", 1 << 20)
+    monkeypatch.setattr("calmatch.predict.LARGEST_FILE", 1 << 20)
     good = (photos / "b.png").read_bytes()
     path = tmp_path / "evil.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -193,7 +194,7 @@ def test_hostile_zips_are_read_and_not_believed(trained, photos, tmp_path, monke
     place = data.rindex(good[60:90])  # stored deflated as is, since it is noise
     data[place] ^= 0xFF
     path.write_bytes(data)
-    predict(model.load(trained), path, tmp_path / "o.csv", quiet=True)
+    predict(load_model(trained), path, tmp_path / "o.csv", quiet=True)
     names = [row["file"] for row in read(tmp_path / "o.csv")]
     assert names == ["../../up.png", "/root.png", "=cmd|' /C calc'!A0.png"]
     reasons = {row["file"]: row["reason"] for row in read(tmp_path / "o.csv.skipped.csv")}
@@ -210,15 +211,15 @@ def test_a_file_name_that_is_not_unicode_is_shown_in_full(trained, tmp_path):
     except OSError:
         pytest.skip("this file system takes Unicode only")
     for out in ("o.csv", "o.parquet"):
-        assert predict(model.load(trained), folder, tmp_path / out, quiet=True).pictures == 1
+        assert predict(load_model(trained), folder, tmp_path / out, quiet=True).pictures == 1
     assert read(tmp_path / "o.csv")[0]["file"] == "caf\\xe9\n.png"
 
 
 def test_without_a_promise_nothing_is_sure_and_a_line_says_so(photos, tmp_path, capsys):
-    write_model(tmp_path, "tiny", 2, 8)
+    write_random_model(tmp_path, "tiny", 2, 8)
     few = posthoc.selective(np.ones(40), np.ones(40))
-    model.save_calibration(tmp_path, None, None, few)
-    predict(model.load(tmp_path), photos, tmp_path / "o.csv")
+    save_calibration(tmp_path, None, None, few)
+    predict(load_model(tmp_path), photos, tmp_path / "o.csv")
     assert {row["sure"] for row in read(tmp_path / "o.csv")} == {"false"}
     said = capsys.readouterr().err
     assert "19 more labels are needed" in said
@@ -228,16 +229,16 @@ def test_without_a_promise_nothing_is_sure_and_a_line_says_so(photos, tmp_path, 
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=5))
 @settings(deadline=None)
 def test_a_set_survives_its_cell(names):
-    assert table.parted(table.joined(names)) == tuple(names)
+    assert split_names(join_names(names)) == tuple(names)
 
 
 def test_parquet_is_written_in_groups(tmp_path, monkeypatch):
     import pyarrow.parquet
 
-    monkeypatch.setattr(table, "GROUP", 10)
-    with table.writer(tmp_path / "t.parquet") as sheet:
+    monkeypatch.setattr("calmatch.predict.ROW_GROUP", 10)
+    with open_table(tmp_path / "t.parquet") as sheet:
         for k in range(25):
-            sheet.write(table.Row(f"{k}.png", "a", 0.5, ("a", "b|c"), k % 2 == 0))
+            sheet.write(Answered(f"{k}.png", "a", 0.5, ("a", "b|c"), k % 2 == 0))
     file = pyarrow.parquet.ParquetFile(tmp_path / "t.parquet")
     assert (file.num_row_groups, file.metadata.num_rows) == (3, 25)
     assert file.read().to_pylist()[24]["set"] == ["a", "b|c"]
@@ -245,8 +246,8 @@ def test_parquet_is_written_in_groups(tmp_path, monkeypatch):
 
 def test_an_interrupted_table_is_not_there(tmp_path):
     def write(name: str) -> None:
-        with table.writer(tmp_path / name) as sheet:
-            sheet.write(table.Row("a.png", "a", 0.5, (), False))
+        with open_table(tmp_path / name) as sheet:
+            sheet.write(Answered("a.png", "a", 0.5, (), False))
             sheet.skip("b.png", "broken")
             raise KeyboardInterrupt
 
@@ -289,7 +290,7 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(trained, photos, tmp_pat
     pytest.importorskip("ray")
     with pytest.raises(ValueError, match=r"no Ray cluster at 127\.0\.0\.1:1"):
         predict(
-            model.load(trained), photos, tmp_path / "o.csv", engine="ray", address="127.0.0.1:1"
+            load_model(trained), photos, tmp_path / "o.csv", engine="ray", address="127.0.0.1:1"
         )
     assert not (tmp_path / "o.csv").exists()
 
@@ -304,7 +305,7 @@ def test_a_ray_cluster_of_two_nodes_writes_the_same_table(trained, photos, tmp_p
     reasons = _spoil(photos)
     for k in range(60):
         draw(photos / "many" / f"{k:03d}.png", k)
-    loaded = model.load(trained)
+    loaded = load_model(trained)
     predict(loaded, photos, tmp_path / "local.csv", batch=8, quiet=True)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
@@ -330,10 +331,10 @@ def test_a_ray_cluster_of_two_nodes_writes_the_same_table(trained, photos, tmp_p
 @pytest.mark.parametrize("name", ["a\rb,c.png", "a\nb.png", '"q".png', "a,b.png"])
 def test_a_carriage_return_in_a_name_does_not_end_its_row(tmp_path, name):
     out = tmp_path / "answers.csv"
-    with table.writer(out) as sheet:
-        sheet.write(table.Row(name, "cat", 0.5, ("cat", "d\rog"), True))
+    with open_table(out) as sheet:
+        sheet.write(Answered(name, "cat", 0.5, ("cat", "d\rog"), True))
         sheet.skip(name, "it is broken")
-    for path, width in ((out, 5), (table.beside(out), 2)):
+    for path, width in ((out, 5), (skipped_path(out), 2)):
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
         assert [len(row) for row in rows] == [width] * 2

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from calmatch.bench import engines, ray_engine
-from calmatch.bench import job as jobs
-from calmatch.bench.board import Board
-from calmatch.bench.job import Job
+from calmatch.bench.engine import Job, SuiteProgress, Worker, is_held, run_locally, saved_step
+from calmatch.bench.ray import import_ray, run_on_ray
 
 pytestmark = pytest.mark.ray
 HERE = Path(__file__).parent
@@ -33,7 +31,7 @@ def cluster(monkeypatch):
     pytest.importorskip("ray")
     # a dotted method is looked up where nodes were started
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    ray = ray_engine.load()
+    ray = import_ray()
     from ray.cluster_utils import Cluster
 
     room = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
@@ -66,13 +64,13 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
     there = tmp_path / "ray"
     there.mkdir()
     work = todo(tiny, there)
-    board = Board("test", work, quiet=True)
+    board = SuiteProgress("test", work, quiet=True)
     killed = []
     moves = []
     original = board.move
 
     def move(job, state, where="", note=""):
-        moves.append((job.name, state, note, jobs.saved(job.folder)))
+        moves.append((job.name, state, note, saved_step(job.folder)))
         original(job, state, where, note)
         assert board.counts()["running"] <= 2  # a core a run
 
@@ -80,14 +78,14 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
 
     def kill_one():
         """When both nodes have runs whose checkpoints have come home."""
-        while sum(jobs.saved(job.folder) > 0 for job in work) < 2:
+        while sum(saved_step(job.folder) > 0 for job in work) < 2:
             time.sleep(0.05)
         cluster.remove_node(nodes[0], allow_graceful=False)
         killed.append(time.monotonic())
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
-    ray_engine.run(work, board, [], None, 0, ENV, every=0.3)
+    run_on_ray(work, board, [], None, 0, ENV, every=0.3)
     killer.join(timeout=10)
     assert killed, "no node was killed while runs were going"
     assert board.counts() == {"finished": 4}, moves
@@ -105,8 +103,8 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
     here = tmp_path / "local"
     here.mkdir()
     again = todo(tiny, here)
-    places = [engines.Slot("cpu", {**ENV, "PYTHONPATH": os.environ["PYTHONPATH"]})] * 2
-    engines.local(again, board_of(again), places, [])
+    places = [Worker("cpu", {**ENV, "PYTHONPATH": os.environ["PYTHONPATH"]})] * 2
+    run_locally(again, board_of(again), places, [])
     for one, two in zip(work, again, strict=True):
         ends = [(folder / f"book{one.config.seed}").read_text() for folder in (there, here)]
         assert len(set(ends[0].split())) == 1  # one process, and as many lines as in one run
@@ -119,7 +117,7 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
 
 
 def board_of(work):
-    return Board("test", work, quiet=True)
+    return SuiteProgress("test", work, quiet=True)
 
 
 def test_a_stopped_suite_brings_its_checkpoints_home_and_goes_on(cluster, tiny, tmp_path):
@@ -133,13 +131,13 @@ def test_a_stopped_suite_brings_its_checkpoints_home_and_goes_on(cluster, tiny, 
         asked.append(2)
 
     threading.Thread(target=stop, daemon=True).start()
-    ray_engine.run(work, board, asked, None, 0, ENV, every=600)
+    run_on_ray(work, board, asked, None, 0, ENV, every=600)
     assert board.counts() == {"stopped": 3}
-    assert any(jobs.saved(job.folder) for job in work)
-    assert not any(jobs.held(job.folder) for job in work)
+    assert any(saved_step(job.folder) for job in work)
+    assert not any(is_held(job.folder) for job in work)
     failing = Job("bad", tiny(lr=1e30), tmp_path / "bad")
     board = board_of([*work, failing])
-    ray_engine.run([*work, failing], board, [], None, 0, ENV, every=600)
+    run_on_ray([*work, failing], board, [], None, 0, ENV, every=600)
     counts = board.counts()  # a run may have ended while it was being stopped
     assert (counts["finished"] + counts["kept"], counts["failed"]) == (3, 1)
     assert "A weight or a moment became infinite or NaN in step 1" in board.items[failing].note

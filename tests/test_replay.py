@@ -9,17 +9,20 @@ import re
 import pytest
 import torch
 
-from calmatch import capture, cli, environment, evaluate, memory, replay, trainer
+from calmatch import cli, console
 from calmatch.methods.fixmatch import FixMatch
+from calmatch.training import cuda_graph, loop, replay
+from calmatch.training.loop import train
+from calmatch.training.setup import WORKSPACE, _package_version, deterministic
 from conftest import calmatch
 
 
 @pytest.fixture
 def folder(tiny, tmp_path, monkeypatch):
     """A finished run of a second."""
-    measure = evaluate.measure
-    monkeypatch.setattr(evaluate, "measure", lambda p, y, resamples=0: measure(p, y))
-    return trainer.train(tiny(steps=20), tmp_path / "run", quiet=True).folder
+    plain = loop.measure
+    monkeypatch.setattr(loop, "measure", lambda p, y, resamples=0: plain(p, y))
+    return train(tiny(steps=20), tmp_path / "run", quiet=True).folder
 
 
 def change(folder, place, key, value):
@@ -71,7 +74,7 @@ def test_a_small_difference_is_told_and_within_the_tolerance(folder, capsys):
     assert cli.main(["replay", str(folder), "--quiet"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"Largest difference \S+e-05: loss of the train line at step 5\.", out)
-    assert f"torch 1.0 -> {environment._version('torch')}" in out
+    assert f"torch 1.0 -> {_package_version('torch')}" in out
     assert "Within the tolerance of 0.001." in out
 
 
@@ -120,10 +123,10 @@ def test_a_run_records_what_its_result_depends_on(folder):
 
 
 def test_deterministic_settings_end_with_the_run():
-    name = environment.WORKSPACE
+    name = WORKSPACE
     before = (os.environ.get(name), torch.backends.cudnn.benchmark)
     sdp = torch.backends.cuda.cudnn_sdp_enabled()
-    with environment.deterministic(True):
+    with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ[name]
         assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -132,10 +135,10 @@ def test_deterministic_settings_end_with_the_run():
     assert sdp == torch.backends.cuda.cudnn_sdp_enabled()
     undecided = RuntimeError("some_cuda does not have a deterministic implementation, but you set")
     with pytest.raises(ValueError, match=r"some_cuda .* drop --deterministic"):  # noqa: SIM117
-        with environment.deterministic(True):
+        with deterministic(True):
             raise undecided
     assert not torch.are_deterministic_algorithms_enabled()
-    with environment.deterministic(False):
+    with deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -167,8 +170,8 @@ def test_out_of_memory_names_the_settings_to_lower(tmp_path, capsys):
     ],
 )
 def test_only_errors_of_memory_are_told_as_such(error, full):
-    assert bool(memory.advice(error, "predict")) == full
-    assert not full or "--batch" in memory.advice(error, "predict")
+    assert bool(console.memory_advice(error, "predict")) == full
+    assert not full or "--batch" in console.memory_advice(error, "predict")
 
 
 class Lane:
@@ -195,7 +198,7 @@ class Lane:
 def test_a_device_that_is_full_while_a_step_is_captured_is_told_as_such(monkeypatch):
     for name, value in {"CUDAGraph": object, "synchronize": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    made = capture.Captured([], quiet=True)
+    made = cuda_graph.CapturedStep([], quiet=True)
     made.lanes = [Lane(torch.OutOfMemoryError("CUDA out of memory."))]
     with pytest.raises(torch.OutOfMemoryError):
         made._capture()

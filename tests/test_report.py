@@ -16,14 +16,36 @@ import pytest
 import torch
 
 import folders
-from calmatch import cli, metrics, train
-from calmatch.report import build, charts, console, content, summary, words
-from calmatch.report.events import write
+from calmatch import cli, metrics, report, train
+from calmatch.report import (
+    COARSE,
+    SCRIPTS,
+    _read_asset,
+    build,
+    charts,
+    headline_numbers,
+    operating_point,
+    write_tensorboard,
+)
+from calmatch.report.summary import (
+    CHOICE,
+    MATRIX,
+    confusion_cells,
+    ece_by_chance,
+    logit_densities,
+    make_predictions,
+    most_answers,
+    per_class,
+    reliability_bins,
+    risk_coverage,
+    smooth_reliability,
+)
+from calmatch.report.text import print_runs, short_verdict
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    from calmatch.config import Config
+    from calmatch.training.config import Config
 
     folder = tmp_path_factory.mktemp("runs")
     settings = {"dataset": "synthetic", "labels": 16, "net": "tiny", "weak": "crop(1)"}
@@ -59,7 +81,7 @@ class Tags(HTMLParser):
 
 
 def page_of(runs, path):
-    text = build.build(runs, path).read_text("utf-8")
+    text = build(runs, path).read_text("utf-8")
     return text, Tags(text)
 
 
@@ -71,12 +93,12 @@ def test_the_page_stands_alone_and_shows_every_run(runs, tmp_path):
         assert tag not in ("link", "iframe", "object", "embed", "base"), tag
         for name in ("src", "href", "action", "data", "srcset"):
             assert not re.match(r"\w+:|//", attributes.get(name, "")), attributes
-    assert not re.search(r"url\(|@import", build._text("page.css"))
+    assert not re.search(r"url\(|@import", _read_asset("page.css"))
 
 
 def test_a_page_of_many_runs_is_smaller_and_still_has_them_all(runs, tmp_path, monkeypatch):
     few, _ = page_of(runs, tmp_path / "few.html")
-    monkeypatch.setattr(build, "MANY", 1)
+    monkeypatch.setattr(report, "MANY", 1)
     many, page = page_of(runs, tmp_path / "many.html")
     assert len(many) < len(few) - 10_000
     for run in runs:
@@ -84,8 +106,8 @@ def test_a_page_of_many_runs_is_smaller_and_still_has_them_all(runs, tmp_path, m
     data = json.loads(next(script for script in page.scripts if script.startswith("{")))
     for run in data["runs"]:
         assert "low" not in run["smooth"]
-        assert 2 <= len(run["risk"]) <= content.COARSE.points
-        assert len(run["gaps"]) == len(data["gapGrid"]) == content.COARSE.grid
+        assert 2 <= len(run["risk"]) <= COARSE.points
+        assert len(run["gaps"]) == len(data["gapGrid"]) == COARSE.grid
 
 
 def test_only_the_pages_own_scripts_may_run_and_nothing_may_be_fetched(runs, tmp_path):
@@ -124,8 +146,8 @@ def test_every_name_on_the_page_is_escaped(tmp_path):
 
 
 def test_the_page_is_the_same_bytes_each_time(runs, tmp_path):
-    first = build.build(runs, tmp_path / "a.html").read_bytes()
-    assert build.build(runs, tmp_path / "b.html").read_bytes() == first
+    first = build(runs, tmp_path / "a.html").read_bytes()
+    assert build(runs, tmp_path / "b.html").read_bytes() == first
 
 
 def test_a_page_says_error_calibration_and_chance_in_words(runs, tmp_path):
@@ -167,26 +189,26 @@ def test_ten_thousand_pictures_of_a_hundred_classes_make_a_small_page_soon(tmp_p
     names = [f"class {k}" for k in range(100)]
     run = folders.made(tmp_path / "run", pictures=10_000, classes=names, size=64, steps=2000)
     began = time.monotonic()
-    path = build.build([run], tmp_path / "report.html")
+    path = build([run], tmp_path / "report.html")
     assert time.monotonic() - began < 20  # about one second when the machine is free
     assert path.stat().st_size < 4_000_000
     (run.folder / "examples.npz").unlink()
-    assert build.build([run], path).stat().st_size < 1_800_000
+    assert build([run], path).stat().st_size < 1_800_000
 
 
 def test_a_thousand_classes_make_a_page_too(tmp_path):
     run = folders.made(
         tmp_path / "run", pictures=2000, classes=[str(k) for k in range(1000)], size=64
     )
-    path = build.build([run], tmp_path / "report.html")
+    path = build([run], tmp_path / "report.html")
     assert path.stat().st_size < 4_000_000
     data = json.loads(Tags(path.read_text("utf-8")).scripts[0])
-    assert len(data["confusion"]["order"]) == summary.MATRIX
-    assert 0 < sum(bool(rows) for rows in data["logits"]["classes"]) <= summary.CHOICE
+    assert len(data["confusion"]["order"]) == MATRIX
+    assert 0 < sum(bool(rows) for rows in data["logits"]["classes"]) <= CHOICE
 
 
 def test_the_bundled_library_is_what_its_note_says():
-    folder = Path(build.__file__).parent / "vendor"
+    folder = Path(report.__file__).parent / "vendor"
     for note in json.loads((folder / "vendor.json").read_text()):
         data = (folder / note["file"]).read_bytes()
         assert hashlib.sha256(data).hexdigest() == note["sha256"]
@@ -194,23 +216,23 @@ def test_the_bundled_library_is_what_its_note_says():
         assert b"</script" not in data.lower()
         assert b"<!--" not in data
         assert f"{note['name']} {note['version']}" in (folder / "LICENSES.txt").read_text()
-    for name in build.SCRIPTS:
-        assert "</script" not in build._text(name).lower()
-        assert "innerHTML" not in build._text(name)
-        assert len(build._text(name).splitlines()) <= 330
+    for name in SCRIPTS:
+        assert "</script" not in _read_asset(name).lower()
+        assert "innerHTML" not in _read_asset(name)
+        assert len(_read_asset(name).splitlines()) <= 330
 
 
 def test_bins_and_risk_agree_with_the_metrics(runs):
-    found = summary.judged(*runs[0].predictions())
-    bins = summary.bins(found)
+    found = make_predictions(*runs[0].predictions())
+    bins = reliability_bins(found)
     n = sum(row["n"] for row in bins)
     ece = sum(row["n"] * abs(row["confidence"] - row["accuracy"]) for row in bins if row["n"]) / n
     assert ece == pytest.approx(runs[0].result["metrics"]["ece"]["value"])
-    last = summary.risk(found)[-1]
+    last = risk_coverage(found)[-1]
     assert last["coverage"] == 1.0
     assert last["error"] == pytest.approx(runs[0].result["metrics"]["error"]["value"])
-    assert sum(count for *_, count in summary.confusion(found)["cells"]) == n
-    assert sum(row["n"] for row in summary.per_class(found)) == n
+    assert sum(count for *_, count in confusion_cells(found)["cells"]) == n
+    assert sum(row["n"] for row in per_class(found)) == n
 
 
 def test_chance_alone_covers_the_ece_of_honest_models():
@@ -219,8 +241,8 @@ def test_chance_alone_covers_the_ece_of_honest_models():
     for _ in range(40):
         log_probs = (3 * torch.randn(400, 5, generator=generator)).log_softmax(-1)
         labels = torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
-        found = summary.judged(log_probs, labels)
-        chance = summary.chance(found)
+        found = make_predictions(log_probs, labels)
+        chance = ece_by_chance(found)
         inside += chance["low"] <= float(metrics.ece(found.probs, labels)) <= chance["high"]
     assert inside >= 34  # 38 expected
 
@@ -231,7 +253,7 @@ def test_the_band_of_the_smooth_curve_holds_the_curve_and_an_honest_models_truth
     for _ in range(20):
         log_probs = (2 * torch.randn(500, 3, generator=generator)).log_softmax(-1)
         labels = torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
-        curve = summary.smooth(summary.judged(log_probs, labels))
+        curve = smooth_reliability(make_predictions(log_probs, labels))
         at, accuracy, low, high = (np.array(curve[k]) for k in ("at", "accuracy", "low", "high"))
         assert np.all((low - 0.02 <= accuracy) & (accuracy <= high + 0.02))
         held += int(((low <= at) & (at <= high)).sum())
@@ -240,21 +262,21 @@ def test_the_band_of_the_smooth_curve_holds_the_curve_and_an_honest_models_truth
 
 
 def test_most_answers_is_the_last_point_with_little_enough_error(tmp_path):
-    found = summary.judged(*folders.made(tmp_path / "run").predictions())
-    fine = [row for row in summary.risk(found, points=10**9) if row["error"] <= 0.05]
-    point = summary.most_answers(found, 0.05)
+    found = make_predictions(*folders.made(tmp_path / "run").predictions())
+    fine = [row for row in risk_coverage(found, points=10**9) if row["error"] <= 0.05]
+    point = most_answers(found, 0.05)
     assert point["coverage"] == fine[-1]["coverage"]
     assert point["error"] == pytest.approx(fine[-1]["error"])
     tied = found._replace(confidence=torch.full_like(found.confidence, 0.5))
-    assert summary.most_answers(tied, 0.1) is None
-    assert summary.most_answers(tied, 0.5)["coverage"] == 1.0
+    assert most_answers(tied, 0.1) is None
+    assert most_answers(tied, 0.5)["coverage"] == 1.0
 
 
 def test_logit_densities_integrate_to_one_and_do_not_depend_on_the_shift():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(300, 4, generator=generator, dtype=torch.float64)
     labels = torch.arange(300) % 4
-    found = summary.logits(summary.judged(logits.log_softmax(-1), labels))
+    found = logit_densities(make_predictions(logits.log_softmax(-1), labels))
     step = found["x"][1] - found["x"][0]
     for curves in found["classes"]:
         for curve in curves:
@@ -270,11 +292,11 @@ SELECTIVE = {"coverage": 0.5, "bound": 0.96, "accuracy": 0.95, "certainty": 0.95
 
 def test_the_operating_point_is_the_models_own_where_it_has_one(tmp_path):
     run = folders.made(tmp_path / "run")
-    found = summary.judged(*run.predictions())
-    assert not content.operating_point(run, found)["own"]
+    found = make_predictions(*run.predictions())
+    assert not operating_point(run, found)["own"]
     selective = SELECTIVE | {"threshold": 0.9, "labels": 80, "missing": 0, "cross_fitted": True}
     (run.folder / "model.json").write_text(json.dumps({"selective": selective}))
-    point = content.operating_point(run, found)
+    point = operating_point(run, found)
     assert point["own"]
     assert point["coverage"] == float((found.confidence >= 0.9).double().mean())
     text, _ = page_of([run], tmp_path / "report.html")
@@ -288,20 +310,20 @@ def test_the_operating_point_is_the_models_own_where_it_has_one(tmp_path):
 
 def test_the_verdict_follows_the_direction_of_the_error(tmp_path):
     sure = folders.made(tmp_path / "run")
-    found = summary.judged(*sure.predictions())
-    measured, chance = content.measured(sure, found), summary.chance(found)
-    assert words.verdict(measured, chance) == "too sure"
-    flat = summary.judged(0.2 * found.log_probs, found.labels)
-    measured = content.measured(sure._replace(result={}), flat)
-    assert words.verdict(measured, summary.chance(flat)) == "not sure enough"
-    assert words.verdict(measured | {"ece": {"value": 0.0}}, chance) == "no fault shown"
+    found = make_predictions(*sure.predictions())
+    measured, chance = headline_numbers(sure, found), ece_by_chance(found)
+    assert short_verdict(measured, chance) == "too sure"
+    flat = make_predictions(0.2 * found.log_probs, found.labels)
+    measured = headline_numbers(sure._replace(result={}), flat)
+    assert short_verdict(measured, ece_by_chance(flat)) == "not sure enough"
+    assert short_verdict(measured | {"ece": {"value": 0.0}}, chance) == "no fault shown"
 
 
 def test_event_files_hold_the_log(runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(runs[1])
-    folder = write(runs[1])  # again: replaced, not doubled
+    write_tensorboard(runs[1])
+    folder = write_tensorboard(runs[1])  # again: replaced, not doubled
     assert len(list(folder.iterdir())) == 1
     events = EventAccumulator(str(folder)).Reload()
     lines = runs[1].lines("test")
@@ -316,7 +338,7 @@ def test_event_files_hold_the_log(runs):
 def test_without_tensorboard_a_sentence_names_the_extra(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(ValueError, match=r"calmatch\[tensorboard\]"):
-        write(runs[0])
+        write_tensorboard(runs[0])
 
 
 def test_the_command_puts_a_comparison_above_its_runs_and_spares_their_pages(tmp_path, capsys):
@@ -339,7 +361,7 @@ def test_a_diagram_is_computed_apart_from_its_drawing(runs):
 
 def test_the_table_has_units_intervals_and_a_leak_warning(runs, capsys):
     leaky = runs[1]._replace(result=runs[1].result | {"leaky": True})
-    console.show([runs[0], leaky])
+    print_runs([runs[0], leaky])
     out = capsys.readouterr().out
     assert "95 % interval" in out
     assert "leaky" in out

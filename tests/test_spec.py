@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calmatch import augment, config, losses, methods, metrics, spec
+from calmatch import augment, losses, methods, metrics, spec
 from calmatch.core import Task
+from calmatch.training.config import Config
 
 TASK = Task(10, 40, 100, 8, 100, (4,) * 10)
 
@@ -85,7 +86,7 @@ def test_no_text_makes_the_parser_fail_otherwise(text):
         (lambda text: methods.build(text, TASK), "fixmatch(threshold=2)", "must lie between"),
         (lambda text: methods.build(text, TASK), "no.such.Method", "Cannot import"),
         (lambda text: methods.build(text, TASK), "os.path.join", "not a Method"),
-        (lambda text: config.Config().replace(**{text: 1}), "penaly", "Did you mean 'penalty'"),
+        (lambda text: Config().replace(**{text: 1}), "penaly", "Did you mean 'penalty'"),
     ],
 )
 def test_a_mistake_gets_a_sentence_with_the_nearest_name(build, text, hint):

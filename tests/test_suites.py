@@ -7,18 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from calmatch import augment, config, losses, methods, nets, recipes, setup, trainer
-from calmatch.bench import suites
-from calmatch.bench.published import DOUBTS, TABLES, find
+from calmatch import augment, losses, methods, nets
+from calmatch.bench.paper import (
+    DOUBTS,
+    PSEUDO,
+    PUBLISHED_TABLES,
+    SUITES,
+    find_published,
+    main,
+    suite_cells,
+)
 from calmatch.core import Task
-from calmatch.data import Dataset, datasets
-from calmatch.data.split import long_tail
+from calmatch.data.batches import long_tail
+from calmatch.data.dataset import DATASETS, Dataset
+from calmatch.training import recipes
+from calmatch.training.config import check_config
+from calmatch.training.loop import _make_training
+from calmatch.training.setup import build_parts, margin_warnings
 
-ALL = [cell for suite in suites.SUITES for cell in suites.cells(suite)]
+ALL = [cell for suite in SUITES for cell in suite_cells(suite)]
 SIZES = {"eurosat": [3000] * 4 + [2500, 2500, 2000, 2500, 3000, 2500]}  # its classes are uneven
 NETS = {
-    "vit": "calmatch.nets.vit.ViT(size={size}, patch=4, width=12, heads=2, depth=2)",
-    "wrn": "calmatch.nets.wideresnet.WideResNet(depth=10, widen=1)",
+    "vit": "calmatch.nets.classic.ViT(size={size}, patch=4, width=12, heads=2, depth=2)",
+    "wrn": "calmatch.nets.classic.WideResNet(depth=10, widen=1)",
     "efficientnet": "efficientnet_lite0(pretrained=False)",
     "small": "small(width=4)",
 }
@@ -73,12 +84,8 @@ def standins(monkeypatch):
 
         return build
 
-    def packed(*, name: str, size: int = 0, most: int = 0):
-        return STANDINS.setdefault(f"packed {name}", standin(name, 16))
-
-    monkeypatch.setitem(datasets.DATASETS, "packed", packed)
     for name in ("cifar10", "cifar100", "cifar100_lt", "stl10", "eurosat"):
-        monkeypatch.setitem(datasets.DATASETS, name, STANDINS.setdefault(name, make(name)))
+        monkeypatch.setitem(DATASETS, name, STANDINS.setdefault(name, make(name)))
 
 
 STANDINS = {}
@@ -94,7 +101,7 @@ def small(cell):
 
 
 def three_steps(cell):
-    run = trainer._start(small(cell), setup.prepare(small(cell)))
+    run = _make_training(small(cell), build_parts(small(cell)))
     before = [p.detach().clone() for p in run.parts.net.parameters()]
     for _ in range(3):
         run.advance(run.parts.batches[run.step])
@@ -136,7 +143,7 @@ def test_every_cell_builds_its_real_configuration():
     seen = set()
     for cell in ALL:
         found = cell.config
-        config.check(found)
+        check_config(found)
         parts = (found.weak, found.strong, found.method, found.unlabelled_loss, found.penalty)
         if (*parts, found.net) in seen:
             continue
@@ -145,7 +152,7 @@ def test_every_cell_builds_its_real_configuration():
         method = methods.build(found.method, task)
         text = found.unlabelled_loss or method.losses["unlabelled"]
         losses.build(f"{text} + {found.penalty}" if found.penalty else text, 10, 40)
-        warned = setup.warnings(found, method, 100 if "cifar100" in found.dataset else 10)
+        warned = margin_warnings(found, method, 100 if "cifar100" in found.dataset else 10)
         starving = (cell.suite, found.method.split("(")[0], found.penalty)
         assert bool(warned) == (starving in STARVED)
 
@@ -153,7 +160,7 @@ def test_every_cell_builds_its_real_configuration():
 @pytest.mark.parametrize("net", sorted({cell.config.net for cell in ALL}))
 def test_every_network_exists_in_its_real_size(net):
     plain = re.sub(r"pretrained='usb'", "", net).replace("()", "")
-    plain = f"{net}(pretrained=False)" if net in nets.timm_net.LITE else plain
+    plain = f"{net}(pretrained=False)" if net in nets.LITE else plain
     with torch.device("meta"):
         assert sum(p.numel() for p in nets.build(plain, 10, 96 if "96" in net else 32).parameters())
 
@@ -164,7 +171,7 @@ def test_splits_have_the_published_sizes(standins):
     labelled = {"cifar100_lt_10_10": 5_835, "cifar100_lt_15_15": 5_153}
     for column, unlabelled in sizes.items():
         cell = next(cell for cell in ALL if cell.column == column)
-        chosen = setup.prepare(small(cell)).split
+        chosen = build_parts(small(cell)).split
         assert len(chosen.unlabelled) == unlabelled
         assert len(chosen.labelled) == labelled.get(column, cell.config.labels)
 
@@ -186,8 +193,8 @@ def test_the_seed_also_draws_the_labelled_pictures_anew():
 
 
 def test_margins_and_weights_are_the_published_ones():
-    found = {(c.row, c.column): c.config.penalty for c in suites.main()}
-    for method in suites.PSEUDO:
+    found = {(c.row, c.column): c.config.penalty for c in main()}
+    for method in PSEUDO:
         assert found[f"{method} + margin", "cifar100_400"] == "margin(m=10)"
         assert found[f"{method} + margin", "eurosat_20"] == "margin(m=8)"
     assert found["freematch + margin", "stl10_40"] == "margin(m=4)"
@@ -198,7 +205,7 @@ def test_margins_and_weights_are_the_published_ones():
 
 
 def test_flexmatch_has_no_warmup_where_usb_has_none():
-    found = {(c.row, c.column): c.config.warmup for c in suites.main()}
+    found = {(c.row, c.column): c.config.warmup for c in main()}
     assert found["flexmatch", "cifar100_200"] == found["flexmatch + margin", "eurosat_40"] == 0
     assert found["flexmatch", "stl10_40"] == found["fixmatch", "cifar100_200"] == 5_120
 
@@ -217,7 +224,7 @@ def test_flexmatch_has_no_warmup_where_usb_has_none():
     ],
 )
 def test_a_suite_is_a_full_table_of_three_seeds(suite, rows, columns):
-    found = suites.cells(suite)
+    found = suite_cells(suite)
     assert len({cell.row for cell in found}) == rows
     assert len({cell.column for cell in found}) == columns
     assert len(found) == len({cell[1:4] for cell in found}) == 3 * rows * columns
@@ -225,52 +232,52 @@ def test_a_suite_is_a_full_table_of_three_seeds(suite, rows, columns):
 
 def test_paper_holds_every_run_of_its_suites_once():
     parts = ("main", "supplement", "simmatch", "bam", "where", "losses", "longtail")
-    wanted = {cell.folder for part in parts for cell in suites.cells(part)}
-    found = [cell.folder for cell in suites.cells("paper")]
+    wanted = {cell.folder for part in parts for cell in suite_cells(part)}
+    found = [cell.folder for cell in suite_cells("paper")]
     assert len(found) == len(wanted)
     assert set(found) == wanted
 
 
 def test_other_seeds_can_be_asked_for():
-    found = suites.cells("digits", [7, 3])
+    found = suite_cells("digits", [7, 3])
     assert [cell.seed for cell in found[:2]] == [7, 3]
     assert found[0].config == recipes.digits_40("supervised", seed=7, split_seed=7)
     for wrong in ([], [1, 1], [-1]):
         with pytest.raises(ValueError, match="Seeds are different"):
-            suites.cells("digits", wrong)
+            suite_cells("digits", wrong)
 
 
 def test_an_unknown_suite_gets_the_nearest_name():
     with pytest.raises(ValueError, match="Did you mean 'digits'"):
-        suites.cells("digit")
+        suite_cells("digit")
 
 
 def test_the_docs_list_every_suite():
     page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
-    for name, suite in suites.SUITES.items():
+    for name, suite in SUITES.items():
         said = suite.__doc__.splitlines()[0]
-        assert f"| `{name}` | {said} | {len(suites.cells(name)):,} |" in page
+        assert f"| `{name}` | {said} | {len(suite_cells(name)):,} |" in page
 
 
 def test_every_suite_says_what_it_is_in_a_line():
-    for suite in suites.SUITES.values():
+    for suite in SUITES.values():
         assert 20 < len(suite.__doc__.splitlines()[0]) < 100
 
 
 def test_every_published_cell_is_a_cell_of_its_suite_and_every_doubt_has_its_number():
-    for table, numbers in TABLES.items():
+    for table, numbers in PUBLISHED_TABLES.items():
         if table == "usb":
             continue
-        cells = {(cell.row, cell.column) for cell in suites.cells(table)}
+        cells = {(cell.row, cell.column) for cell in suite_cells(table)}
         assert {(row, column) for row, column, _ in numbers} <= cells
     for table, *key in DOUBTS:
-        assert TABLES[table][tuple(key)].doubt
+        assert PUBLISHED_TABLES[table][tuple(key)].doubt
 
 
 def test_contradictory_numbers_are_found_under_their_own_table():
     cell = ("fixmatch", "cifar100_400", "error")
-    assert find(*cell)[1].value == 19.42
-    assert find(*cell, "where")[1].value == 19.73
-    assert "19.73" in find(*cell)[1].doubt
-    assert find("supervised", "stl10_40", "error")[0] == "usb"
-    assert find("supervised", "stl10_40", "ece") is None
+    assert find_published(*cell)[1].value == 19.42
+    assert find_published(*cell, "where")[1].value == 19.73
+    assert "19.73" in find_published(*cell)[1].doubt
+    assert find_published("supervised", "stl10_40", "error")[0] == "usb"
+    assert find_published("supervised", "stl10_40", "ece") is None

@@ -9,9 +9,21 @@ import time
 import pytest
 
 import fabricated
-from calmatch.bench import chosen, comparisons, groups, measures, render, suites, tables
+from calmatch.bench.paper import suite_cells
+from calmatch.bench.render import Entry, html_page, latex, markdown
+from calmatch.bench.tables import (
+    build_tables,
+    details_table,
+    difference_table,
+    gather_runs,
+    protocol_table,
+    published_tables,
+    rank_table,
+    seed_values,
+    selected_on_test,
+)
 from calmatch.cli import main
-from calmatch.config import Config
+from calmatch.training.config import Config
 from conftest import calmatch
 
 
@@ -20,7 +32,7 @@ def make(tmp_path):
     """Runs of the main suite with chosen numbers."""
 
     def make(rows=("fixmatch", "fixmatch + margin"), columns=("eurosat_40",), seeds=(0, 1, 2)):
-        for cell in suites.cells("main", seeds):
+        for cell in suite_cells("main", seeds):
             if cell.row in rows and cell.column in columns:
                 error = 0.10 - 0.02 * ("margin" in cell.row) + 0.01 * cell.seed
                 fabricated.run(tmp_path / cell.folder, cell.config, error=error)
@@ -34,16 +46,16 @@ def text(table):
 
 
 def test_runs_that_differ_only_in_seeds_are_one_row(make):
-    found = groups.gather([make()])
+    found = gather_runs([make()])
     assert found.rows == ["fixmatch", "fixmatch + margin"]
     assert found.columns == ["eurosat_40"]
     assert [sorted(group.runs) for group in found.groups] == [[(0, 0), (1, 1), (2, 2)]] * 2
 
 
 def test_means_arrows_and_marks(make):
-    table = tables.details(groups.gather([make()]), "eurosat_40")
-    assert table.rows[0][1] == render.Entry("11.00 ± 1.00", "second")
-    assert table.rows[1][1] == render.Entry("9.00 ± 1.00 ↓", "best")
+    table = details_table(gather_runs([make()]), "eurosat_40")
+    assert table.rows[0][1] == Entry("11.00 ± 1.00", "second")
+    assert table.rows[1][1] == Entry("9.00 ± 1.00 ↓", "best")
     assert table.rows[1][2].text == "5.00 ± 0.00"  # no arrow where nothing changed
 
 
@@ -52,7 +64,7 @@ def test_any_folders_work_and_settings_that_differ_stand_in_the_name(tmp_path):
         for seed in (0, 1):
             config = Config(steps=steps, seed=seed, method="my.Method(a=1)")
             fabricated.run(tmp_path / f"{steps}-{seed}", config)
-    found = groups.gather([tmp_path])
+    found = gather_runs([tmp_path])
     assert found.rows == ["my.Method(a=1) (steps=100)", "my.Method(a=1) (steps=200)"]
     assert found.columns == ["digits_40"]
 
@@ -60,30 +72,30 @@ def test_any_folders_work_and_settings_that_differ_stand_in_the_name(tmp_path):
 def test_where_a_run_was_made_does_not_decide_its_row(tmp_path):
     for seed, device in ((0, "cpu"), (1, "cuda")):
         fabricated.run(tmp_path / device, Config(seed=seed, device=device, workers=seed))
-    assert len(groups.gather([tmp_path]).groups) == 1
+    assert len(gather_runs([tmp_path]).groups) == 1
 
 
 def test_unfinished_repeated_and_strange_runs_are_said(make, tmp_path):
     folder = make()
-    cell = suites.cells("digits", [0])[0]
+    cell = suite_cells("digits", [0])[0]
     fabricated.run(folder / "stranger", cell.config)
-    fabricated.run(folder / "twice", suites.cells("main", [0])[0].config)
-    fabricated.run(folder / "again", suites.cells("main", [0])[0].config)
+    fabricated.run(folder / "twice", suite_cells("main", [0])[0].config)
+    fabricated.run(folder / "again", suite_cells("main", [0])[0].config)
     (fabricated.run(folder / "half", Config()) / "result.json").unlink()
-    notes = " ".join(groups.gather([folder], "main").notes)
+    notes = " ".join(gather_runs([folder], "main").notes)
     assert "Not of the suite main and left out: 1 runs" in notes
     assert "repeats" in notes
     assert "Not finished and left out: 1 of" in notes
-    assert groups.gather([folder], "main").rows[0] == "supervised"
+    assert gather_runs([folder], "main").rows[0] == "supervised"
 
 
 def test_runs_chosen_on_the_test_set_are_called_leaky(tmp_path):
     fabricated.run(tmp_path / "a", Config(protocol="paper"))
-    assert groups.gather([tmp_path]).rows == ["fixmatch (leaky)"]
+    assert gather_runs([tmp_path]).rows == ["fixmatch (leaky)"]
 
 
 def test_both_protocols_stand_side_by_side(make):
-    table = tables.protocols(groups.gather([make()]))
+    table = protocol_table(gather_runs([make()]))
     row = dict(zip(table.heads, text(table)[0], strict=True))
     assert row["error, honest"] == "11.00 ± 1.00"
     assert row["error, best on test"] == "8.00 ± 0.00"
@@ -92,37 +104,15 @@ def test_both_protocols_stand_side_by_side(make):
     assert "LEAKY" in table.notes[0]
 
 
-def test_a_margin_is_judged_at_the_last_step_and_at_the_one_that_the_test_set_chooses(tmp_path):
-    for method in ("fixmatch", "freematch"):
-        for seed in (0, 1):
-            config = Config(method=method, seed=seed)
-            fabricated.run(tmp_path / f"{method}{seed}", config)  # ECE 5 %, 4 % at the best step
-            fabricated.run(
-                tmp_path / f"{method}{seed}m",
-                config.replace(penalty="margin(m=10)"),
-                ece=0.05 + 0.01 * (1 + seed),
-                best={"ece": 0.04 - 0.01},
-            )
-    found = groups.gather([tmp_path])
-    table = chosen.table(chosen.changes(found, "freematch", [found.rows[-1].rpartition(" + ")[2]]))
-    assert [row[0].partition(" + ")[0] for row in text(table)] == ["freematch", "all methods"]
-    alone, every = (dict(zip(table.heads, row, strict=True)) for row in text(table))
-    assert (alone["pairs"], every["pairs"]) == ("2", "4")
-    assert alone["ECE, last step"] == "+1.5 (+1.0 to +2.0); 0"  # it harms,
-    assert alone["ECE, best on test"].startswith("-1.0")  # but who peeks does not see it
-    assert every["ECE, best on test"].endswith("; 4")
-    assert "LEAKY" in table.notes[0]
-
-
 def test_a_run_that_was_evaluated_once_has_no_leaky_number(tmp_path):
     fabricated.run(tmp_path / "a", Config(), best={"evaluations": 1})
-    assert tables.protocols(groups.gather([tmp_path])) is None
+    assert protocol_table(gather_runs([tmp_path])) is None
 
 
 def test_real_results_hold_what_the_tables_need(tiny, tmp_path):
     from calmatch import train
-    from calmatch.evaluate import probabilities
     from calmatch.metrics import nll
+    from calmatch.runs import probabilities
 
     run = train(tiny(steps=30, eval_every=5), tmp_path / "run", quiet=True)
     lines = run.lines("test")
@@ -135,29 +125,29 @@ def test_real_results_hold_what_the_tables_need(tiny, tmp_path):
     plain = float(nll(probabilities(log_probs), labels))
     assert scaled["oracle"]["nll"] <= min(plain, scaled["crossfit"]["nll"])
     kept = run.result.pop("temperature_scaled"), run.result.pop("best_on_test")
-    found = groups.gather([tmp_path])
+    found = gather_runs([tmp_path])
     old = found.groups[0]._replace(runs={(0, 0): run})  # a run of before
-    assert measures.values(old, "nll_oracle")[0, 0] == kept[0]["oracle"]["nll"]
-    assert measures.leaky(run) == kept[1]
+    assert seed_values(old, "nll_oracle")[0, 0] == kept[0]["oracle"]["nll"]
+    assert selected_on_test(run) == kept[1]
 
 
 def test_ranks_are_over_columns_and_leave_rows_with_gaps_out(make):
     rows = ("fixmatch", "fixmatch + margin", "dash")
     folder = make(rows, ("eurosat_20", "eurosat_40"))
     shutil.rmtree(folder / "eurosat_20" / "dash")
-    table = comparisons.ranks(groups.gather([folder]))
+    table = rank_table(gather_runs([folder]))
     assert "2 columns" in table.title
     assert [row[:2] for row in text(table)] == [["fixmatch + margin", "1.00"], ["fixmatch", "2.00"]]
     assert any("left out: dash" in note for note in table.notes)
 
 
 def test_with_one_column_ranks_are_over_its_seeds(make):
-    table = comparisons.ranks(groups.gather([make()]))
+    table = rank_table(gather_runs([make()]))
     assert "3 seeds" in table.title
 
 
 def test_paired_differences_pair_by_seed(make):
-    table = comparisons.differences(groups.gather([make()]))
+    table = difference_table(gather_runs([make()]))
     row = dict(zip(table.heads, text(table)[0], strict=False))
     assert row["row"] == "fixmatch + margin"
     assert row["error change"] == "-2.00"
@@ -165,12 +155,12 @@ def test_paired_differences_pair_by_seed(make):
 
 
 def test_without_a_plain_run_nothing_is_compared(make):
-    assert comparisons.differences(groups.gather([make(rows=["fixmatch + margin"])])) is None
+    assert difference_table(gather_runs([make(rows=["fixmatch + margin"])])) is None
 
 
 def test_published_numbers_stand_beside_ours_with_their_doubts(make):
     folder = make(columns=("cifar100_400", "eurosat_40"))
-    error, ece = comparisons.beside(groups.gather([folder]), "")
+    error, ece = published_tables(gather_runs([folder]), "")
     ours, best, theirs = (dict(zip(error.heads, row, strict=True)) for row in text(error)[:3])
     assert ours["cifar100_400"] == "11.00 ± 1.00"
     assert best["cifar100_400"] == "8.00 ± 0.00"
@@ -183,9 +173,9 @@ def test_published_numbers_stand_beside_ours_with_their_doubts(make):
 
 def test_cells_that_nobody_published_are_said(tmp_path):
     fabricated.run(tmp_path / "a", Config())
-    (table,) = comparisons.beside(groups.gather([tmp_path]), "")
+    (table,) = published_tables(gather_runs([tmp_path]), "")
     assert not table.rows
-    assert render.markdown([table])
+    assert markdown([table])
     assert "None" in table.notes[0]
 
 
@@ -193,11 +183,11 @@ def nasty(tmp_path):
     name = "x(a='<b>&|_%$#{~^}')"
     fabricated.run(tmp_path / "a", Config(method=name))
     fabricated.run(tmp_path / "b", Config(method="fixmatch"))
-    return tables.build(groups.gather([tmp_path]))
+    return build_tables(gather_runs([tmp_path]))
 
 
 def test_markdown_is_aligned_and_escaped(tmp_path):
-    found = render.markdown(nasty(tmp_path))
+    found = markdown(nasty(tmp_path))
     blocks = re.findall(r"(?:^\|.*\n)+", found, re.M)
     assert len(blocks) >= 3
     for block in blocks:
@@ -223,7 +213,7 @@ class Tags(html.parser.HTMLParser):
 
 
 def test_html_is_escaped_and_loads_nothing(tmp_path):
-    page = render.page(nasty(tmp_path))
+    page = html_page(nasty(tmp_path))
     tags = Tags()
     tags.feed(page)
     assert not tags.open
@@ -232,7 +222,7 @@ def test_html_is_escaped_and_loads_nothing(tmp_path):
 
 
 def test_latex_is_escaped_and_every_row_has_its_columns(tmp_path):
-    found = render.latex(nasty(tmp_path))
+    found = latex(nasty(tmp_path))
     assert r"\textless{}b\textgreater{}\&|\_\%\$\#\{\textasciitilde{}\textasciicircum{}\}" in found
     body = re.sub(r"\\[&%$#_{}]", "", found)
     for table in re.findall(r"\\begin\{tabular\}\{([lr]+)\}(.*?)\\end\{tabular\}", body, re.S):
@@ -246,21 +236,21 @@ def test_latex_is_escaped_and_every_row_has_its_columns(tmp_path):
 @pytest.mark.skipif(not shutil.which("pdflatex"), reason="no LaTeX here")
 def test_latex_compiles(tmp_path):
     head = r"\documentclass{article}\usepackage{booktabs,graphicx}\begin{document}"
-    page = head + render.latex(nasty(tmp_path)) + r"\end{document}"
+    page = head + latex(nasty(tmp_path)) + r"\end{document}"
     (tmp_path / "t.tex").write_text(page)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
     assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_a_thousand_runs_take_seconds(tmp_path):
-    fine = suites.cells("paper")
+    fine = suite_cells("paper")
     for number, cell in enumerate(fine):
         fabricated.run(tmp_path / cell.folder, cell.config, error=0.1 + 0.001 * (number % 7))
     for number in range(1000 - len(fine)):
         fabricated.run(tmp_path / "own" / str(number), Config(seed=number))
     start = time.process_time()  # others may use this machine too
-    found = groups.gather([tmp_path])
-    made = render.markdown(tables.build(found, compare=True))
+    found = gather_runs([tmp_path])
+    made = markdown(build_tables(found, compare=True))
     assert time.process_time() - start < 5
     assert sum(len(group.runs) for group in found.groups) == 1000
     assert "freematch + margin" in made

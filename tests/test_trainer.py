@@ -16,10 +16,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from calmatch import checkpoint, load_run, train, train_seeds, trainer
-from calmatch.config import Config, check, load
+from calmatch import load_run, train, train_seeds
+from calmatch.files import lock, write
 from calmatch.losses import ceiling
-from calmatch.setup import prepare
+from calmatch.training import checkpoint, loop
+from calmatch.training.config import Config, check_config, load_config
+from calmatch.training.loop import _make_training, _save, train_together
+from calmatch.training.setup import build_parts
 from conftest import ALONE, calmatch
 
 FILES = {
@@ -115,7 +118,7 @@ def test_choosing_on_the_test_set_is_possible_and_named_leaky(tiny, tmp_path):
 
 def test_best_without_pictures_to_choose_on_is_refused(tiny):
     with pytest.raises(ValueError, match="--validation"):
-        check(tiny(select="best(error)"))
+        check_config(tiny(select="best(error)"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
@@ -129,7 +132,7 @@ def test_every_precision_and_optimizer_learns(tiny, tmp_path, precision, optimiz
 
 
 def test_ema_follows_the_weights_and_copies_counters(tiny):
-    run = trainer._start(tiny(ema=0.9), prepare(tiny(net="small(width=4)", ema=0.9)))
+    run = _make_training(tiny(ema=0.9), build_parts(tiny(net="small(width=4)", ema=0.9)))
     before = {k: v.clone() for k, v in run.parts.ema.state_dict().items()}
     run.advance(run.parts.batches[0])
     for name, now in run.parts.ema.state_dict().items():
@@ -174,48 +177,48 @@ def test_mistakes_in_a_config_say_what_to_do(tiny, tmp_path, changes, words):
 def test_a_margin_that_caps_under_the_threshold_is_warned_of(tiny):
     assert ceiling(2, 4) < 0.95
     for penalty, warned in (("margin(m=2)", 1), ("margin(cap=0.9)", 1), ("margin(m=10)", 0)):
-        notes = prepare(tiny("fixmatch", penalty=penalty)).notes
+        notes = build_parts(tiny("fixmatch", penalty=penalty)).notes
         assert sum("run out of pseudo-labels" in note for note in notes) == warned
-    assert not prepare(tiny("freematch", penalty="margin(m=2)")).notes
+    assert not build_parts(tiny("freematch", penalty="margin(m=2)")).notes
 
 
 def test_config_files_change_the_default_and_code_needs_trust(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("method: freematch\nlr: 0.1\n")
-    assert load(path, Config(steps=5)) == Config(steps=5, method="freematch", lr=0.1)
+    assert load_config(path, Config(steps=5)) == Config(steps=5, method="freematch", lr=0.1)
     path.write_text("method: my.module.Method\n")
     with pytest.raises(ValueError, match="--trust"):
-        load(path, Config())
-    assert load(path, Config(), trust=True).method == "my.module.Method"
+        load_config(path, Config())
+    assert load_config(path, Config(), trust=True).method == "my.module.Method"
     path.write_text("lr: 5e-4\nema: null\n")
-    assert load(path, Config()).lr == 5e-4
+    assert load_config(path, Config()).lr == 5e-4
     path.write_text("dataset: timm.models.anything('x')\n")
     with pytest.raises(ValueError, match="--trust"):
-        load(path, Config())
+        load_config(path, Config())
     path.write_text("net: timm.resnet18\n")
-    assert load(path, Config()).net == "timm.resnet18"
+    assert load_config(path, Config()).net == "timm.resnet18"
     for bad in ("- 1", "lrr: 1", "lr: fast", "{", "!!python/object/apply:os.system ['true']"):
         path.write_text(bad)
         with pytest.raises(ValueError, match=r"\w"):
-            load(path, Config())
+            load_config(path, Config())
 
 
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path):
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {"a": torch.full((1000,), float(step))}, {})
+        checkpoint.save_checkpoint(tmp_path, step, {"a": torch.full((1000,), float(step))}, {})
     paths = sorted(tmp_path.glob("*.safetensors"))
     assert [path.stem for path in paths] == ["000000002", "000000003"]
     data = bytearray(paths[-1].read_bytes())
     data[-100] ^= 1
     paths[-1].write_bytes(data)
-    (tensors, note), complaints = checkpoint.newest(tmp_path)
+    (tensors, note), complaints = checkpoint.newest_checkpoint(tmp_path)
     assert note["step"] == 2
     assert float(tensors["a"][0]) == 2.0
     assert "checksum" in complaints[0]
     paths[-1].write_bytes(data[:500])
-    assert checkpoint.newest(tmp_path)[0][1]["step"] == 2
+    assert checkpoint.newest_checkpoint(tmp_path)[0][1]["step"] == 2
     paths[0].write_bytes(b"")
-    found, complaints = checkpoint.newest(tmp_path)
+    found, complaints = checkpoint.newest_checkpoint(tmp_path)
     assert found is None
     assert len(complaints) == 1
     assert {path.suffix for path in tmp_path.iterdir()} == {".damaged"}  # out of the way
@@ -224,35 +227,37 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_used(tmp_path):
 def test_damaged_checkpoints_never_push_out_a_whole_one(tmp_path):
     for step in (8, 9):
         (tmp_path / f"{step:09d}.safetensors").write_bytes(b"damaged")
-    assert checkpoint.newest(tmp_path)[0] is None
-    checkpoint.save(tmp_path, 3, {"a": torch.ones(1)}, {})
-    assert checkpoint.newest(tmp_path)[0][1]["step"] == 3
+    assert checkpoint.newest_checkpoint(tmp_path)[0] is None
+    checkpoint.save_checkpoint(tmp_path, 3, {"a": torch.ones(1)}, {})
+    assert checkpoint.newest_checkpoint(tmp_path)[0][1]["step"] == 3
 
 
 def test_a_checkpoint_is_a_safetensors_file_that_the_library_reads(tmp_path):
-    tensors = {f"{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in checkpoint.KINDS}
+    tensors = {
+        f"{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in checkpoint.SAFETENSORS_TYPES
+    }
     tensors |= {"number": torch.tensor(2.5), "nothing": torch.zeros(0, 4), "ä": torch.ones(1)}
     last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    checkpoint.save(tmp_path, 7, {**tensors, "last": last}, {"lines": 3})
+    checkpoint.save_checkpoint(tmp_path, 7, {**tensors, "last": last}, {"lines": 3})
     read = safetensors.torch.load_file(tmp_path / "000000007.safetensors")
     assert {k: v.dtype for k, v in read.items()} == {
         k: v.dtype for k, v in {**tensors, "last": last}.items()
     }
     assert all(torch.equal(read[k], v) for k, v in {**tensors, "last": last}.items())
-    found, _ = checkpoint.newest(tmp_path)
+    found, _ = checkpoint.newest_checkpoint(tmp_path)
     assert found[1] == {"lines": 3, "step": 7}
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    checkpoint.write(path, "old")
+    write(path, "old")
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.write(path, "new")
+        write(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -336,7 +341,7 @@ def test_torchrun_with_two_ranks_writes_the_run_of_one_process(tiny, tmp_path, m
 
 
 def test_a_second_process_on_the_same_folder_refuses(tiny, tmp_path):
-    with checkpoint.lock(tmp_path / "run"), pytest.raises(ValueError, match="Another process"):
+    with lock(tmp_path / "run"), pytest.raises(ValueError, match="Another process"):
         train(tiny(), tmp_path / "run", quiet=True)
 
 
@@ -347,7 +352,7 @@ def test_seeds_trained_together_equal_seeds_trained_alone_and_resume(tiny, tmp_p
     config = tiny("freematch", checkpoint_every=2)
     for seed in (3, 4):
         train(config.replace(seed=seed), tmp_path / f"alone/seed{seed}", quiet=True)
-    original, saves = trainer._save, []
+    original, saves = _save, []
 
     def stumbling(run, writer, lines):
         original(run, writer, lines)
@@ -355,10 +360,10 @@ def test_seeds_trained_together_equal_seeds_trained_alone_and_resume(tiny, tmp_p
         if len(saves) == 7:  # the first run has saved step 8, the second has not
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "_save", stumbling)
+    monkeypatch.setattr(loop, "_save", stumbling)
     with pytest.raises(KeyboardInterrupt):
         train_seeds(config, [3, 4], tmp_path / "both", quiet=True)
-    monkeypatch.setattr(trainer, "_save", original)
+    monkeypatch.setattr(loop, "_save", original)
     runs = train_seeds(config, [3, 4], tmp_path / "both", quiet=True)
     assert [run.folder.name for run in runs] == ["seed3", "seed4"]
     for seed in (3, 4):
@@ -369,9 +374,9 @@ def test_seeds_trained_together_equal_seeds_trained_alone_and_resume(tiny, tmp_p
 
 def test_runs_together_must_differ_in_seed_only_and_need_own_folders(tiny, tmp_path):
     with pytest.raises(ValueError, match="may differ in their seeds"):
-        trainer.together([tiny(), tiny(lr=0.1)], [tmp_path / "a", tmp_path / "b"])
+        train_together([tiny(), tiny(lr=0.1)], [tmp_path / "a", tmp_path / "b"])
     with pytest.raises(ValueError, match="a folder each"):
-        trainer.together([tiny(), tiny(seed=1)], [tmp_path / "a", tmp_path / "a"])
+        train_together([tiny(), tiny(seed=1)], [tmp_path / "a", tmp_path / "a"])
 
 
 def test_a_process_compiles_every_run_however_many_it_makes(tiny, tmp_path, monkeypatch):

@@ -10,10 +10,12 @@ import re
 import sys
 from pathlib import Path
 
-from calmatch import api
-from calmatch.bench import figures, render, tables
-from calmatch.bench.groups import gather
-from calmatch.bench.suites import SUITES, cells
+from calmatch import train
+from calmatch.bench import figures
+from calmatch.bench.paper import SUITES, suite_cells
+from calmatch.bench.render import markdown
+from calmatch.bench.tables import build_tables, gather_runs
+from calmatch.report import charts
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "bench.md"
@@ -37,7 +39,7 @@ def suites() -> str:
     lines = ["| suite | what | runs |", "|---|---|---:|"]
     for name, suite in SUITES.items():
         said = (suite.__doc__ or "").splitlines()[0]
-        lines.append(f"| `{name}` | {said} | {len(cells(name)):,} |")
+        lines.append(f"| `{name}` | {said} | {len(suite_cells(name)):,} |")
     return "\n".join(lines)
 
 
@@ -47,20 +49,20 @@ def main() -> None:
         PAGE.write_text(text)
         return
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/digits")
-    for cell in cells("digits"):
-        api.train(cell.config, folder / cell.folder)
-    found = gather([folder], "digits")
-    made = render.markdown(tables.build(found, suite="digits")).replace("### ", "#### ")
+    for cell in suite_cells("digits"):
+        train(cell.config, folder / cell.folder)
+    found = gather_runs([folder], "digits")
+    made = markdown(build_tables(found, suite="digits")).replace("### ", "#### ")
     PAGE.write_text(between(text, "digits", made))
     ASSETS.mkdir(parents=True, exist_ok=True)
     for name in DIGITS:
-        drawn = figures.drawn(name, figures.FIGURES[name].prepare(found))
-        (ASSETS / f"digits_{name}.svg").write_bytes(figures.encode(drawn, ".svg"))
+        drawn = figures.draw_figure(name, figures.FIGURES[name].prepare(found))
+        (ASSETS / f"digits_{name}.svg").write_bytes(charts.encode(drawn, ".svg"))
     for name in PUBLISHED:
         published = figures.FIGURES[name].published
         assert published is not None
-        drawn = figures.drawn(name, published())
-        (ASSETS / f"published_{name}.svg").write_bytes(figures.encode(drawn, ".svg"))
+        drawn = figures.draw_figure(name, published())
+        (ASSETS / f"published_{name}.svg").write_bytes(charts.encode(drawn, ".svg"))
 
 
 if __name__ == "__main__":

@@ -34,26 +34,27 @@ from PIL import Image
 from record import put
 
 import calmatch
-from calmatch import (
-    augment,
-    checkpoint,
-    config,
-    evaluate,
-    losses,
-    methods,
-    metrics,
-    model,
-    nets,
-    predict,
-    results,
-    spec,
-    table,
+from calmatch import augment, losses, methods, metrics, nets, spec
+from calmatch.bench.render import RENDERERS, tidy_csv
+from calmatch.bench.tables import build_tables, gather_runs
+from calmatch.data.dataset import DATASETS
+from calmatch.data.folder import match_labels, read_labels
+from calmatch.data.images import ImageFiles
+from calmatch.model import load_model
+from calmatch.predict import (
+    TABLE_COLUMNS,
+    Answered,
+    ImageSource,
+    Skipped,
+    decode_one,
+    open_table,
+    split_names,
+    valid_text,
 )
-from calmatch.bench import groups, render, tables, tidy
-from calmatch.data import DATASETS, labels
-from calmatch.data.files import Files
-from calmatch.nets import pretrained
-from calmatch.report.build import build
+from calmatch.report import build
+from calmatch.runs import load_predictions, load_run
+from calmatch.training import checkpoint
+from calmatch.training.config import Config, load_config
 
 HOME = Path(calmatch.__file__).parent
 HANG = 20  # seconds
@@ -199,7 +200,7 @@ def _bound(text: str) -> None:
 
 
 def configs(chance: random.Random, work: Path) -> None:
-    whole = config.Config().dump()
+    whole = Config().dump()
     some = {key: whole[key] for key in chance.sample(list(whole), 6)} | {"method": "fixmatch"}
     suffix = chance.choice((".json", ".yaml", ".yml"))
     path = work / f"config{suffix}"
@@ -208,7 +209,7 @@ def configs(chance: random.Random, work: Path) -> None:
     if changed is some:
         text = text_of(chance, text)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    config.load(path, config.Config())
+    load_config(path, Config())
 
 
 def _yaml(value: Any) -> str:
@@ -225,7 +226,7 @@ def csvs(chance: random.Random, work: Path) -> None:
     path.write_bytes(
         bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
     )
-    probs, truth = evaluate.load(path)
+    probs, truth = load_predictions(path)
     metrics.summary(probs, truth, ("error", "ece", "nll"), resamples=0)
 
 
@@ -236,14 +237,14 @@ def labelled(chance: random.Random, work: Path) -> None:
     path.write_bytes(
         bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
     )
-    found = labels.matched(labels.read(path), names, path)
+    found = match_labels(read_labels(path), names, path)
     assert set(found) <= set(names)
 
 
 def weights(chance: random.Random, work: Path) -> None:
     name, data = chance.choice(WEIGHTS)
     (work / name).write_bytes(bytes_of(chance, data))
-    pretrained.fitted(pretrained.state_of(work / name), OURS)
+    nets.fit_state(nets.read_state(work / name), OURS)
 
 
 def _text(chance: random.Random, text: str) -> bytes:
@@ -256,31 +257,31 @@ def answers(chance: random.Random, work: Path) -> None:
     names = [os.fsdecode(bytes_of(chance, b"a/picture 1.png")) for _ in range(3)]
     out = work / f"answers.{chance.choice(('csv', 'csv', 'csv', 'parquet'))}"
     held = tuple(name for name in classes if "\ud800" not in name)  # model.json may not name it
-    with table.writer(out) as sheet:
+    with open_table(out) as sheet:
         for name in names:
-            sheet.write(table.Row(name, (held or ("x",))[0], 0.5, held, True))
+            sheet.write(Answered(name, (held or ("x",))[0], 0.5, held, True))
             sheet.skip(name, "it is broken")
     if out.suffix == ".csv":
         with out.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
-        assert [len(row) for row in rows] == [len(table.COLUMNS)] * (len(names) + 1)
-        assert all(table.parted(row[3]) == held for row in rows[1:])
-        assert [row[0] for row in rows[1:]] == [table.text(name) for name in names]
+        assert [len(row) for row in rows] == [len(TABLE_COLUMNS)] * (len(names) + 1)
+        assert all(split_names(row[3]) == held for row in rows[1:])
+        assert [row[0] for row in rows[1:]] == [valid_text(name) for name in names]
 
 
 def pictures(chance: random.Random, work: Path) -> None:
     name, data = chance.choice(PICTURES)
     (work / name).write_bytes(bytes_of(chance, data))
-    Files(work, (name,), 8).picture(0)
+    ImageFiles(work, (name,), 8).picture(0)
 
 
 def zips(chance: random.Random, work: Path) -> None:
     path = work / "pictures.zip"
     path.write_bytes(bytes_of(chance, ZIP))
-    source = predict.Pictures(path)
+    source = ImageSource(path)
     for name in list(source.names())[:4]:
         if isinstance(name, str):
-            assert isinstance(predict.decoded(source.root, name, 8), np.ndarray | predict.Skipped)
+            assert isinstance(decode_one(source.root, name, 8), np.ndarray | Skipped)
 
 
 def checkpoints(chance: random.Random, work: Path) -> None:
@@ -288,7 +289,7 @@ def checkpoints(chance: random.Random, work: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     changed = bytes_of(chance, CHECKPOINT)
     path.write_bytes(changed)
-    found, complaints = checkpoint.newest(path.parent)
+    found, complaints = checkpoint.newest_checkpoint(path.parent)
     assert found is None or changed == CHECKPOINT or not complaints
     assert found is None or found[1] == NOTE, "a damaged checkpoint was believed"
 
@@ -296,7 +297,7 @@ def checkpoints(chance: random.Random, work: Path) -> None:
 def models(chance: random.Random, work: Path) -> None:
     folder = _copied(work, ("model.json", "model.safetensors"))
     _hurt(chance, folder, chance.choice(("model.json", "model.json", "model.safetensors")))
-    loaded = model.load(folder)
+    loaded = load_model(folder)
     loaded.answer(loaded.probabilities(torch.zeros(1, 3, loaded.size, loaded.size).byte()))
 
 
@@ -306,21 +307,21 @@ RUN = ("config.json", "result.json", "metrics.jsonl", "predictions.npz", "exampl
 def runs(chance: random.Random, work: Path) -> None:
     folder = _copied(work, (*RUN, "model.json", "environment.json"))
     _hurt(chance, folder, chance.choice((*RUN, *RUN, "result.json", "environment.json")))
-    run = results.load(folder)
+    run = load_run(folder)
     if chance.random() < 0.3:
         build([run], folder / "report.html")
     else:
         run.lines("test")
-        evaluate.load(folder / "predictions.npz")
+        load_predictions(folder / "predictions.npz")
 
 
 def tabled(chance: random.Random, work: Path) -> None:
     folder = _copied(work, ("config.json", "result.json"))
     _hurt(chance, folder, chance.choice(("config.json", "result.json", "result.json")))
-    found = groups.gather([work])
-    tidy.text(found)
+    found = gather_runs([work])
+    tidy_csv(found)
     if chance.random() < 0.2:
-        render.RENDER["html"](tables.build(found))
+        RENDERERS["html"](build_tables(found))
 
 
 def _copied(work: Path, names: tuple[str, ...]) -> Path:
@@ -405,9 +406,9 @@ def prepare(work: Path) -> None:
     torch.save({"model": some}, work / "w.pth")
     safetensors.torch.save_file(some, work / "w.safetensors")
     WEIGHTS.extend((name, (work / name).read_bytes()) for name in ("w.pth", "w.safetensors"))
-    checkpoint.save(work / "saved", 6, {"net/a": torch.arange(6.0)}, {"lines": 10})
+    checkpoint.save_checkpoint(work / "saved", 6, {"net/a": torch.arange(6.0)}, {"lines": 10})
     CHECKPOINT = (work / "saved" / "000000006.safetensors").read_bytes()
-    small = config.Config(
+    small = Config(
         **{"dataset": "synthetic", "labels": 16, "net": "tiny", "weak": "crop(1)", "steps": 12},
         **{"strong": "crop(2)", "eval_every": 6, "log_every": 3, "device": "cpu"},
     )

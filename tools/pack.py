@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from calmatch import checkpoint, data
-from calmatch.data.official import IMAGENET, root
-from calmatch.data.packed import pack
+from calmatch import files
+from calmatch.data.dataset import IMAGENET, Dataset, build, data_root, pack_archive
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 LIMIT = 32.0  # MiB: beside 17 of weights and 13 of repository it stays within 64
 
 
-def sheets(folder: Path) -> data.Dataset:
+def sheets(folder: Path) -> Dataset:
     """CIFAR-10 from PNG sheets with a picture a line, and labels in JSON."""
     Image.MAX_IMAGE_PIXELS = None  # 1,024 x 10,000 is no bomb
 
@@ -38,7 +37,7 @@ def sheets(folder: Path) -> data.Dataset:
         return torch.tensor(json.loads((folder / name).read_text()), dtype=torch.long)
 
     images = torch.cat([pictures(f"data_batch_{k}") for k in range(1, 6)])
-    return data.Dataset(
+    return Dataset(
         images,
         labels("train_lables.json"),  # the package's own spelling
         pictures("test_batch"),
@@ -57,11 +56,11 @@ def main() -> None:
     given = parser.parse_args()
     if (given.dataset is None) == (given.sheets is None):
         parser.error("name a dataset or --sheets, one of them")
-    found = sheets(given.sheets) if given.sheets else data.build(given.dataset)
-    path = root() / "packed" / f"{given.name}.npz"
-    content, note = pack(found, round(given.limit * 2**20))
+    found = sheets(given.sheets) if given.sheets else build(given.dataset)
+    path = data_root() / "packed" / f"{given.name}.npz"
+    content, note = pack_archive(found, round(given.limit * 2**20))
     path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write(path, content)
+    files.write(path, content)
     print(
         f"{path}: {len(found.labels) + len(found.test_labels):,} pictures of {note['size']} px, "
         f"{len(content) / 2**20:.1f} MiB, JPEG quality {note['quality']}, PSNR {note['psnr']} dB"

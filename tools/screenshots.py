@@ -18,8 +18,8 @@ from selenium import webdriver
 from selenium.webdriver import ActionChains
 from selenium.webdriver.chrome.service import Service
 
-from calmatch import results
-from calmatch.report.build import build
+from calmatch.report import build
+from calmatch.runs import load_run
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RUNS = ("supervised", "fixmatch", "fixmatch-margin", "freematch", "freematch-margin")
@@ -87,7 +87,7 @@ def small(data: bytes) -> bytes:
 
 def main() -> None:
     demo = Path(sys.argv[1])
-    runs = [results.load(demo / name) for name in RUNS]
+    runs = [load_run(demo / name) for name in RUNS]
     build(runs[-1:], runs[-1].folder / "report.html")
     pages = {
         "one": runs[-1].folder / "report.html",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calmatch import augment, data, losses, methods, metrics, nets, posthoc, recipes
-    from calmatch.api import train, train_seeds
-    from calmatch.config import Config
+    from calmatch import augment, data, losses, methods, metrics, nets, posthoc
     from calmatch.core import (
         Batch,
         Loss,
@@ -24,60 +24,68 @@ if TYPE_CHECKING:
         frozen,
     )
     from calmatch.estimator import Classifier
-    from calmatch.model import Model
-    from calmatch.model import load as load_model
-    from calmatch.results import Run
-    from calmatch.results import load as load_run
+    from calmatch.model import Model, load_model
+    from calmatch.runs import Run, load_run
+    from calmatch.training import recipes
+    from calmatch.training.config import Config
 
 __version__ = "0.1.0"
-_MODULES = ["augment", "data", "losses", "methods", "metrics", "nets", "posthoc", "recipes"]
-_WHERE = {
-    "Classifier": ("calmatch.estimator", "Classifier"),
-    "Config": ("calmatch.config", "Config"),
-    "Model": ("calmatch.model", "Model"),
-    "Run": ("calmatch.results", "Run"),
-    "load_model": ("calmatch.model", "load"),
-    "load_run": ("calmatch.results", "load"),
-    "train": ("calmatch.api", "train"),
-    "train_seeds": ("calmatch.api", "train_seeds"),
-}
-__all__ = [
-    "Batch",
-    "Classifier",
-    "Config",
-    "Loss",
-    "Method",
-    "Metric",
-    "Model",
-    "Objective",
-    "Output",
-    "Plan",
-    "Run",
-    "Task",
-    "Term",
-    "Transform",
-    "apart",
-    "augment",
-    "data",
-    "frozen",
-    "load_model",
-    "load_run",
-    "losses",
-    "methods",
-    "metrics",
-    "nets",
-    "posthoc",
-    "recipes",
-    "train",
-    "train_seeds",
-]
+CORE = "Batch Loss Method Metric Objective Output Plan Task Term Transform apart frozen"
+WHERE = {
+    **dict.fromkeys(CORE.split(), "core"),
+    **dict.fromkeys("augment data losses methods metrics nets posthoc".split(), ""),
+    **{"recipes": "training", "Config": "training.config", "Classifier": "estimator"},
+    **{"Model": "model", "load_model": "model", "Run": "runs", "load_run": "runs"},
+}  # the module that each public name is in
+__all__ = ["train", "train_seeds", *WHERE]
+
+
+def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> Run:
+    """Train one run into its folder; the same call again continues or returns it.
+
+    Args:
+        config: what to run; see `recipes`.
+        out: the run folder; by default `runs/` and a name made from the config.
+        quiet: no progress bar and no lines.
+    """
+    return train_seeds(config, [config.seed], out, quiet=quiet)[0]
+
+
+def train_seeds(
+    config: Config, seeds: Sequence[int], out: Path | str | None = None, *, quiet: bool = False
+) -> list[Run]:
+    """Train several seeds side by side on one device, each as if alone.
+
+    Args:
+        config: what to run; its own seed is replaced.
+        seeds: one run for each.
+        out: holds a folder per seed (`seed0`, ...); of a single seed it is the run folder itself.
+        quiet: no progress bar and no lines.
+    """
+    from calmatch import ops
+    from calmatch.report import build
+    from calmatch.training.loop import train_together
+
+    configs = [config.replace(seed=seed) for seed in seeds]
+    outs: list[Path | str | None] = [out] * len(configs)
+    if out is not None and len(configs) > 1:
+        outs = [Path(out) / f"seed{seed}" for seed in seeds]
+    runs = train_together(configs, outs, quiet=quiet)
+    if ops.is_first_rank():
+        for run in runs:
+            build([run], run.folder / "report.html")
+    return runs
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that the command line answers at once."""
-    if name in _MODULES:
+    if name not in WHERE:
+        raise AttributeError(f"module 'calmatch' has no attribute {name!r}")
+    if not WHERE[name]:
         return importlib.import_module(f"calmatch.{name}")
-    if name in __all__:
-        module, attribute = _WHERE.get(name, ("calmatch.core", name))
-        return getattr(importlib.import_module(module), attribute)
-    raise AttributeError(f"module 'calmatch' has no attribute {name!r}")
+    module = importlib.import_module(f"calmatch.{WHERE[name]}")
+    return (
+        getattr(module, name)
+        if hasattr(module, name)
+        else importlib.import_module(f"{module.__name__}.{name}")
+    )

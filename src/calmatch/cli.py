@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from calmatch import spec
-from calmatch.config import Config, load
-from calmatch.edge import guarded
+from calmatch.console import message, run_guarded
+
+DEMO = (
+    ("supervised", ""),
+    ("fixmatch", ""),
+    ("fixmatch", "margin(m=10)"),
+    ("freematch", ""),
+    ("freematch", "margin(m=10)"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # threads that wait by spinning are five times slower where other programs want the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    return guarded(lambda: _dispatch(words), words[0] if words else "")
+    return run_guarded(lambda: _dispatch(words), words[0] if words else "")
 
 
 def _dispatch(words: list[str]) -> int:
@@ -55,11 +62,27 @@ def _parse(kind: type[Any], words: list[str], command: str, **default: Any) -> A
 
 def _demo(words: list[str]) -> None:
     """The main job on data that ships with scikit-learn; a table and a report page."""
-    from calmatch import demo
     from calmatch.options import DemoOptions
 
     options = _parse(DemoOptions, words, "demo")
-    demo.run(options.out, quiet=options.quiet)
+    from calmatch import train
+    from calmatch.report import build
+    from calmatch.report.charts import reliability_figure, save_figure
+    from calmatch.report.text import print_runs
+    from calmatch.training.recipes import digits_40
+
+    message(
+        "Five runs on scikit-learn's digits: 40 labels, the other pictures unlabelled.",
+        options.quiet,
+    )
+    runs = []
+    for method, penalty in DEMO:
+        folder = options.out / (f"{method}-margin" if penalty else method)
+        runs.append(train(digits_40(method, penalty=penalty), folder, quiet=options.quiet))
+    picture = save_figure(reliability_figure(runs), options.out / "reliability.png")
+    page = build(runs, options.out / "report.html")
+    print_runs(runs)
+    print(f"Run folders: {options.out}\nPicture:     {picture}\nReport:      {page}")
 
 
 def _fit(words: list[str]) -> None:
@@ -68,31 +91,26 @@ def _fit(words: list[str]) -> None:
 
     options = _parse(FitOptions, words, "fit")
     from calmatch.fit import fit
-    from calmatch.plan import Wish
+    from calmatch.report import build
 
-    given = dict(vars(options))
-    out, quiet = given.pop("out"), given.pop("quiet")
-    frozen, whole = given.pop("frozen"), given.pop("no_frozen")
-    if frozen and whole:
-        raise ValueError("Choose --frozen or --no-frozen, or neither.")
-    given["frozen"] = True if frozen else False if whole else None
-    fit(Wish(**given), out, quiet=quiet)
+    run = fit(options)
+    if not (run.folder / "report.html").exists():
+        build([run], run.folder / "report.html")
 
 
 def _train(words: list[str]) -> None:
     """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
     options = _train_options(words)
-    from calmatch import parallel
-    from calmatch.api import train_seeds
-    from calmatch.report.console import show
+    from calmatch import ops, train_seeds
+    from calmatch.report.text import print_runs
 
     _use_root(options.data_root)
     if options.together < 1:
         raise ValueError("--together must be at least 1.")
     seeds = range(options.run.seed, options.run.seed + options.together)
     runs = train_seeds(options.run, seeds, options.out, quiet=options.quiet)
-    if not options.quiet and parallel.first():
-        show(runs)
+    if not options.quiet and ops.is_first_rank():
+        print_runs(runs)
         for run in runs:
             print(f"Run folder: {run.folder}\nReport:     {run.folder / 'report.html'}")
 
@@ -100,7 +118,8 @@ def _train(words: list[str]) -> None:
 def _train_options(words: list[str]) -> Any:
     """Recipe, then file, then flags: the command line always wins."""
     from calmatch.options import TrainOptions
-    from calmatch.recipes import RECIPES
+    from calmatch.training.config import Config, load_config
+    from calmatch.training.recipes import RECIPES
 
     if not words or words[0] in ("-h", "--help"):
         _parse(TrainOptions, ["--help"], "train RECIPE", default=TrainOptions(Config()))
@@ -116,7 +135,7 @@ def _train_options(words: list[str]) -> Any:
         if file is None:
             config = RECIPES[name](method) if method else RECIPES[name]()
         for path in (file, also):
-            config = load(path, config, trust) if path else config
+            config = load_config(path, config, trust) if path else config
         return config
 
     bare = base(None, None, True)
@@ -148,31 +167,32 @@ def _datasets(words: list[str]) -> None:
 
     options = _parse(CheckOptions, words[1:], "datasets check")
     _use_root(options.data_root)
-    from calmatch.data.check import check
+    from calmatch.data.dataset import check_dataset
 
-    for finding in check(options.name, options.labels, options.split_seed):
+    for finding in check_dataset(options.name, options.labels, options.split_seed):
         print(f"{finding.what:<34} {finding.value}", flush=True)
 
 
 def _evaluate(words: list[str]) -> None:
     """Error and calibration of a run, or of any model's predictions in a .npz or .csv."""
-    from calmatch import evaluate, metrics, results
+    from calmatch import metrics
     from calmatch.options import EvaluateOptions
-    from calmatch.report.console import show_metrics
+    from calmatch.report.text import print_metrics
+    from calmatch.runs import load_predictions, load_run
 
     options = _parse(EvaluateOptions, words, "evaluate")
     if options.resamples < 0:
         raise ValueError("--resamples must be at least 0.")
     path, leaky = options.path, False
     if path.is_dir():
-        leaky = results.load(path).result["leaky"]
+        leaky = load_run(path).result["leaky"]
         path = path / "predictions.npz"
-    probs, labels = evaluate.load(path)
+    probs, labels = load_predictions(path)
     found = metrics.summary(probs, labels, resamples=options.resamples)
     if options.json:
         print(json.dumps({name: item._asdict() for name, item in found.items()}))
         return
-    show_metrics(found, len(labels), options.resamples > 0)
+    print_metrics(found, len(labels), options.resamples > 0)
     if leaky:
         print("Leaky: these weights were chosen on the test set, as the paper and USB do.")
 
@@ -182,12 +202,12 @@ def _predict(words: list[str]) -> None:
     from calmatch.options import PredictOptions
 
     options = _parse(PredictOptions, words, "predict")
-    from calmatch import model
+    from calmatch.model import load_model
+    from calmatch.ops import pick_device
     from calmatch.predict import predict
-    from calmatch.setup import pick_device
 
     predict(
-        model.load(options.model, device=pick_device(options.device), trust=options.trust),
+        load_model(options.model, device=pick_device(options.device), trust=options.trust),
         options.pictures,
         options.out,
         batch=options.batch,
@@ -204,10 +224,11 @@ def _export(words: list[str]) -> None:
     from calmatch.options import ExportOptions
 
     options = _parse(ExportOptions, words, "export")
-    from calmatch import export, model
+    from calmatch import export
+    from calmatch.model import load_model
 
     path = export.export(
-        model.load(options.run, trust=options.trust),
+        load_model(options.run, trust=options.trust),
         options.out or options.run / f"model.{options.to}",
         options.to,
     )
@@ -218,15 +239,15 @@ def _export(words: list[str]) -> None:
 def _bench(words: list[str]) -> None:
     """A suite of runs, with its table and figures; on one machine or a cluster."""
     if not words:
-        _listing("suites", "calmatch.bench.suites", "SUITES")(words)
+        _listing("suites", "calmatch.bench.paper", "SUITES")(words)
         return
     from calmatch.options import BenchOptions
 
     options = _parse(BenchOptions, words, "bench")
     _use_root(options.data_root)
-    from calmatch.bench.run import run
+    from calmatch.bench import run_suite
 
-    run(options)
+    run_suite(options)
 
 
 def _replay(words: list[str]) -> None:
@@ -235,29 +256,29 @@ def _replay(words: list[str]) -> None:
 
     options = _parse(ReplayOptions, words, "replay")
     _use_root(options.data_root)
-    from calmatch.replay import command
+    from calmatch.training.replay import replay_command
 
-    command(options)
+    replay_command(options)
 
 
 def _report(words: list[str]) -> None:
     """One page from one or more run folders."""
-    from calmatch import results
     from calmatch.options import ReportOptions
-    from calmatch.report.build import build
+    from calmatch.report import build
+    from calmatch.runs import load_run
 
     options = _parse(ReportOptions, words, "report")
     if not options.runs:
         raise ValueError("Name at least one run folder: calmatch report RUN ...")
-    runs = [results.load(folder) for folder in options.runs]
+    runs = [load_run(folder) for folder in options.runs]
     first = options.runs[0]
     page = build(runs, options.out or (first if len(runs) == 1 else first.parent) / "report.html")
     print(f"Report: {page}")
     if options.tensorboard:
-        from calmatch.report.events import write
+        from calmatch.report import write_tensorboard
 
         for run in runs:
-            print(f"Events: {write(run)}")
+            print(f"Events: {write_tensorboard(run)}")
 
 
 def _table(words: list[str]) -> None:
@@ -265,14 +286,14 @@ def _table(words: list[str]) -> None:
     from calmatch.options import TableOptions
 
     options = _parse(TableOptions, words, "table")
-    from calmatch.bench.command import table
+    from calmatch.bench import table_command
 
-    table(options)
+    table_command(options)
 
 
 def _figure(words: list[str]) -> None:
     """A figure of the paper: calmatch figure NAME RUNS ..."""
-    from calmatch.bench.command import figure
+    from calmatch.bench import figure_command
 
     if not words or words[0] in ("-h", "--help"):
         from calmatch.bench.figures import FIGURES
@@ -283,7 +304,7 @@ def _figure(words: list[str]) -> None:
         return
     from calmatch.options import FigureOptions
 
-    figure(words[0], _parse(FigureOptions, words[1:], f"figure {words[0]}"))
+    figure_command(words[0], _parse(FigureOptions, words[1:], f"figure {words[0]}"))
 
 
 def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
@@ -315,7 +336,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "methods": _listing("methods", "calmatch.methods", "METHODS"),
     "datasets": _datasets,
     "nets": _listing("nets", "calmatch.nets", "NETS"),
-    "recipes": _listing("recipes", "calmatch.recipes", "RECIPES"),
+    "recipes": _listing("recipes", "calmatch.training.recipes", "RECIPES"),
     "losses": _listing("losses", "calmatch.losses", "LOSSES"),
     "metrics": _listing("metrics", "calmatch.metrics", "METRICS"),
     "augmentations": _listing("augmentations", "calmatch.augment", "OPS"),

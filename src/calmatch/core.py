@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
-from calmatch import ops, parallel
+from calmatch import ops
 
 
 class Task(NamedTuple):
@@ -233,7 +233,7 @@ def _parts(side: str, loss: Loss, term: Term) -> dict[str, Tensor]:
 
 def _gap(logits: Tensor) -> Tensor:
     """The largest logit distance in the whole batch, on whichever rank it is."""
-    return parallel.gather(logits.amax(-1) - logits.amin(-1)).amax()
+    return ops.gather(logits.amax(-1) - logits.amin(-1)).amax()
 
 
 def between(name: str, value: float, low: float, high: float, strict: bool = False) -> None:

@@ -17,11 +17,16 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from calmatch import heads, judge, methods, model, posthoc, trainer, vectors
-from calmatch.config import Config, check
-from calmatch.data.pictures import SIZES
+from calmatch import methods, posthoc
+from calmatch.data.folder import SIZES
 from calmatch.fit import fit
-from calmatch.plan import Wish, penalty
+from calmatch.fit.crossval import cautious_temperature, cross_validate, log_loss
+from calmatch.fit.plan import choose_penalty
+from calmatch.model import load_model
+from calmatch.options import FitOptions
+from calmatch.training.config import Config, check_config
+from calmatch.training.frozen import Head, freeze_vectors
+from calmatch.training.loop import train_in_memory
 
 Array = NDArray[Any]
 
@@ -120,7 +125,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         steps = self.steps or 300
         config = Config(
             method=methods.paced(self.method, steps),
-            penalty=penalty(self.penalty) if semi else "",
+            penalty=choose_penalty(self.penalty) if semi else "",
             steps=steps,
             batch=64,
             ratio=3,
@@ -130,26 +135,26 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             compile=False,
             device="cpu",
         )
-        check(config)
+        check_config(config)
         # one scale for all features: scaling each is the caller's choice, in a Pipeline
         mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-6)
-        frozen = vectors.given(config, (x - mean) / std, ids, len(self.classes_))
+        frozen = freeze_vectors(config, (x - mean) / std, ids, len(self.classes_))
         split = frozen.base.split
         self.judged_ = None
         self.calibration_ = posthoc.Scaling("identity")
         if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
             alone = config.replace(method="supervised", penalty="")
             tried = [
-                (judge.crossfit(frozen, one, split), one) for one in dict.fromkeys((config, alone))
+                (cross_validate(frozen, one, split), one) for one in dict.fromkeys((config, alone))
             ]
-            self.judged_, config = min(tried, key=lambda pair: judge.score(pair[0]))
+            self.judged_, config = min(tried, key=lambda pair: log_loss(pair[0]))
             known = self.judged_
-            self.calibration_ = judge.temperature(known.log_probs, known.labels, known.folds)
+            self.calibration_ = cautious_temperature(known.log_probs, known.labels, known.folds)
         self.kept_ = config.method
         parts = frozen.parts(split, config)
-        trainer.learn(config, parts)
+        train_in_memory(config, parts)
         head = parts.judged.body
-        assert isinstance(head, heads.Head)
+        assert isinstance(head, Head)
         weight = head.linear.weight.detach() / std
         self.coef_ = weight.numpy()
         self.intercept_ = (head.linear.bias.detach() - weight @ mean).numpy()
@@ -167,21 +172,24 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 writer.writerow(["file", "label"])
                 labelled = np.flatnonzero(ids >= 0)
                 writer.writerows((f"{row:09d}.png", f"{ids[row]}") for row in labelled)
-            wish = Wish(
+            options = FitOptions(
                 root,
                 table,
+                out=Path(place) / "run",
                 minutes=self.minutes,
                 method=self.method,
                 penalty=self.penalty,
                 net=self.net,
-                frozen=self.frozen,
+                frozen=self.frozen is True,
+                no_frozen=self.frozen is False,
                 looks=self.looks,
-                size=_square(pictures),
+                size=_square_size(pictures),
                 steps=self.steps,
                 seed=self.seed_,
+                quiet=True,
             )
-            run = fit(wish, Path(place) / "run", quiet=True)
-            self.model_ = model.load(run.folder)
+            run = fit(options)
+            self.model_ = load_model(run.folder)
             self.result_ = run.result
         self.calibration_ = self.model_.calibration
 
@@ -231,7 +239,7 @@ def as_bytes(x: Array) -> NDArray[np.uint8]:
     return np.ascontiguousarray(x)
 
 
-def _square(pictures: NDArray[np.uint8]) -> int | None:
+def _square_size(pictures: NDArray[np.uint8]) -> int | None:
     """Square pictures of a usual size keep it; others get a fitting one."""
     height, width = pictures.shape[1:3]
     return height if height == width and height in SIZES else None
@@ -239,7 +247,7 @@ def _square(pictures: NDArray[np.uint8]) -> int | None:
 
 def _resized(pictures: NDArray[np.uint8], size: int) -> Tensor:
     """As the files were, when they were decoded."""
-    from calmatch.data.files import square
+    from calmatch.data.images import square_image
 
-    made = [square(Image.fromarray(picture), size) for picture in pictures]
+    made = [square_image(Image.fromarray(picture), size) for picture in pictures]
     return torch.from_numpy(np.stack(made))

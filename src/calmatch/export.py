@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calmatch import __version__, checkpoint
+from calmatch import __version__, files
 from calmatch.model import Model
 
 TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilities`
-BEFORE = (
+PREPROCESSING = (
     "As calmatch.data.files.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
     "{size} by Pillow's bilinear filter (antialiased), keeping the aspect; {size} x {size} cut out "
     "of the centre; uint8 [N, 3, {size}, {size}]. "
@@ -55,12 +55,12 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
     shape = (3, 3, model.size, model.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     data = (_onnx if to == "onnx" else _pt2)(model, images)
-    check(data, to, model, images)
-    checkpoint.write(path, data)
+    check_export(data, to, model, images)
+    files.write(path, data)
     return path
 
 
-def about(model: Model) -> dict[str, str]:
+def export_metadata(model: Model) -> dict[str, str]:
     """What a program needs to know, as texts; everything but the preprocessing is JSON."""
     promises = {key: model.note.get(key) for key in ("calibration", "conformal", "selective")}
     facts = {
@@ -72,10 +72,10 @@ def about(model: Model) -> dict[str, str]:
         "calmatch": __version__,
     }
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()}
-    return {"preprocessing": BEFORE.format(size=model.size), **texts}
+    return {"preprocessing": PREPROCESSING.format(size=model.size), **texts}
 
 
-def check(data: bytes, to: str, model: Model, images: Tensor) -> None:
+def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
     """Refuse a file whose probabilities differ from the model's, for one picture or several."""
     run = (_run_onnx if to == "onnx" else _run_pt2)(data)
     for some in (images, images[:1]):
@@ -89,7 +89,7 @@ def check(data: bytes, to: str, model: Model, images: Tensor) -> None:
 
 def _exported(model: Model, images: Tensor) -> Any:
     number = torch.export.Dim("pictures", min=1)
-    with _silent():
+    with _silence_exporters():
         return torch.export.export(
             Calibrated(model).eval(), (images,), dynamic_shapes={"images": {0: number}}
         )
@@ -97,13 +97,13 @@ def _exported(model: Model, images: Tensor) -> Any:
 
 def _pt2(model: Model, images: Tensor) -> bytes:
     packed = io.BytesIO()
-    with _silent():
-        torch.export.save(_exported(model, images), packed, extra_files=about(model))
+    with _silence_exporters():
+        torch.export.save(_exported(model, images), packed, extra_files=export_metadata(model))
     return packed.getvalue()
 
 
 def _run_pt2(data: bytes) -> Any:
-    with _silent():
+    with _silence_exporters():
         return torch.export.load(io.BytesIO(data)).module()
 
 
@@ -116,7 +116,7 @@ def _onnx(model: Model, images: Tensor) -> bytes:
         raise ValueError(
             "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
         ) from error
-    with _silent():
+    with _silence_exporters():
         program = torch.onnx.export(
             _exported(model, images),
             dynamo=True,
@@ -126,7 +126,7 @@ def _onnx(model: Model, images: Tensor) -> bytes:
         )
     assert program is not None
     proto = program.model_proto
-    for key, value in about(model).items():
+    for key, value in export_metadata(model).items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
     if proto.ByteSize() >= 1 << 31:
@@ -145,7 +145,7 @@ def _run_onnx(data: bytes) -> Any:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _silence_exporters() -> Iterator[None]:
     """Exporters talk about themselves."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from calmatch import ops, parallel, spec
+from calmatch import ops, spec
 from calmatch.core import Loss, Term, between
 
 Where = Literal["agree", "disagree", "all"]
@@ -88,7 +88,7 @@ def margin(
     top = term.logits.gather(-1, term.logits.argmax(-1, keepdim=True))  # first one on ties
     beyond = (top - term.logits - m).relu().mean(-1)
     # summed over ranks, so that the mean is over the whole batch's selected rows
-    selected = parallel.average(share.sum())
+    selected = ops.average(share.sum())
     floor = torch.finfo(share.dtype).tiny
     value = weight * (share * beyond).sum() / selected.clamp_min(floor)
     return value * _overconfident(term) if gate else value
@@ -97,7 +97,7 @@ def margin(
 def _overconfident(term: Term) -> Tensor:
     """1 if the trusted rows are more confident on average than they agree with their targets."""
     ahead = term.logits.detach().softmax(-1).amax(-1) - _inside(term, "agree")
-    return (parallel.average((term.weight.detach() * ahead).sum()) > 0).to(term.logits.dtype)
+    return (ops.average((term.weight.detach() * ahead).sum()) > 0).to(term.logits.dtype)
 
 
 def cap_margin(cap: float, classes: int) -> float:

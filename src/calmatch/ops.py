@@ -1,11 +1,17 @@
-"""Small tensor functions shared by methods, losses and metrics."""
+"""Small tensor functions shared by methods, losses and metrics; alignment; ranks and devices.
+
+Every function on ranks is the identity on one device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Generator, Tensor
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -119,7 +125,7 @@ def unit(features: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def follow(pairs: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
+def update_average(pairs: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
     """Move each average towards its value; counters are copied."""
     floats = [pair for pair in pairs if pair[0].is_floating_point()]
     if floats:
@@ -127,3 +133,163 @@ def follow(pairs: Sequence[tuple[Tensor, Tensor]], momentum: float) -> None:
     for mean, value in pairs:
         if not mean.is_floating_point():
             mean.copy_(value)
+
+
+ALIGN_FLOOR = 1e-6
+
+
+def running_mean(mean: Tensor, p: Tensor, momentum: float) -> Tensor:
+    """The running mean prediction; it starts with the first batch's (zeros: not started)."""
+    now = average(p.mean(0))
+    return torch.where(mean.sum() > 0, moving(mean, now, momentum), now)
+
+
+def align(p: Tensor, mean: Tensor, target: Tensor | float) -> Tensor:
+    """Predictions [n, C] times target / mean, normalised."""
+    return normalise(p * (target + ALIGN_FLOOR) / (mean + ALIGN_FLOOR))
+
+
+def align_by_queue(p: Tensor, queue: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Align to uniform by a queue of batch means; also the new queue and its next place."""
+    queue = queue.index_copy(0, place[None], average(p.mean(0))[None])
+    return align(p, queue.mean(0), 1 / p.shape[-1]), queue, (place + 1) % len(queue)
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+@contextmanager
+def join_ranks(device: torch.device) -> Iterator[None]:
+    """Join the other ranks when started by torchrun, and leave them at the end."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all, before, during and after a run."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def wait_for_ranks() -> None:
+    """Wait until every rank is here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def average(tensor: Tensor) -> Tensor:
+    """Mean over ranks, without gradient."""
+    if world_size() == 1:
+        return tensor
+    result = tensor.detach().clone()
+    dist.all_reduce(result)
+    return result / world_size()
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Rows of all ranks in rank order, without gradient."""
+    if world_size() == 1:
+        return tensor
+    rows = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(rows, tensor.detach().contiguous())
+    return torch.cat(rows)
+
+
+def total(tensor: Tensor) -> Tensor:
+    """Sum over ranks with gradient.
+
+    Backward sums over ranks too, so after DDP has averaged, a loss that every rank computes from
+    a total has the gradient it would have on one device.
+    """
+    if world_size() == 1:
+        return tensor
+    result: Tensor = _Total.apply(tensor)
+    return result
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        result = tensor.clone()
+        dist.all_reduce(result)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Apart from forward, so that torch.func can differentiate it."""
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return _Total.forward(grad)
+
+
+def rank_share(rows: Tensor) -> Tensor:
+    """This rank's share of the rows of a global batch."""
+    return rows if world_size() == 1 else rows.chunk(world_size())[rank()]
+
+
+class SyncNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm over the rows of all ranks, on any device (torch's own needs a GPU)."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        assert input.ndim >= 2
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        axes = [axis for axis in range(input.ndim) if axis != 1]
+        shape = (1, -1, *[1] * (input.ndim - 2))
+        wide = input.to(self.weight.dtype)  # bfloat16 is too narrow for statistics
+        mean = total(wide.mean(axes) / world_size())
+        centred = wide - mean.view(shape)
+        var = total(centred.square().mean(axes) / world_size())
+        if self.track_running_stats:
+            self._follow(mean, var, world_size() * input.numel() / input.shape[1])
+        scale = (var + self.eps).rsqrt() * self.weight
+        shifted = centred * scale.view(shape) + self.bias.view(shape)
+        return shifted.to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor, n: float) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.momentum is not None
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(var * n / (n - 1), self.momentum)
+
+
+def synchronise_norms(net: nn.Module) -> nn.Module:
+    """Turn BatchNorm into its synchronised form when there is more than one rank."""
+    for module in net.modules() if world_size() > 1 else ():
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d):
+            module.__class__ = SyncNorm
+    return net
+
+
+def pick_device(name: str) -> torch.device:
+    """The device a config names; `auto` is the first of cuda, mps and cpu that is there."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        name = next(kind for kind, found in there.items() if found)
+    if name == "cuda" and there["cuda"] and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"  # each rank its own card
+        torch.cuda.set_device(name)
+    if not there.get(name.partition(":")[0], False):
+        raise ValueError(f"There is no device {name!r} here; use --device auto or cpu.")
+    return torch.device(name)

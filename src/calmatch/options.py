@@ -1,15 +1,15 @@
-"""What each command takes, as typed dataclasses that tyro turns into flags."""
+"""What each command takes, as typed dataclasses that tyro turns into flags: no torch is loaded."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from calmatch.config import Config
+from calmatch.training.config import Config
 
 
 @dataclass
@@ -22,7 +22,7 @@ class DemoOptions:
     """No progress bars."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitOptions:
     """A classifier of own pictures, with confidence that can be believed; no option is needed."""
 
@@ -70,6 +70,18 @@ class FitOptions:
     """cuda, mps, cpu, or auto."""
     quiet: bool = False
     """No progress and no words."""
+
+    @property
+    def freeze(self) -> bool | None:
+        """Whether only the last layer learns; None: choose."""
+        if self.frozen and self.no_frozen:
+            raise ValueError("Choose --frozen or --no-frozen, or neither.")
+        return True if self.frozen else False if self.no_frozen else None
+
+    def dump(self) -> dict[str, Any]:
+        """JSON of what decides the result; absolute paths: the same folder is the same option."""
+        fields = {k: v for k, v in vars(self).items() if k not in ("out", "quiet")}
+        return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in fields.items()}
 
 
 @dataclass
@@ -207,8 +219,6 @@ class BenchOptions:
     """Runs at once on a device (card, or CPU); 0: three seeds a card, one a core."""
     minutes: float = math.inf
     """Stop after so long, by checkpoint; a run that would not be done by then is not begun."""
-    known: tuple[Path, ...] = ()
-    """Files of compact results (results/*.jsonl); runs that stand in them are not made again."""
     only: str = ""
     """Only runs with this text, or one of several with commas between, in row, column or folder."""
     dry_run: bool = False

@@ -118,17 +118,17 @@ def serve() -> list[str] | None:
     import tyro
     from PIL import Image
 
-    import calmatch.api
-    import calmatch.bench.run
+    import calmatch.bench
     import calmatch.cli
     import calmatch.fit
     import calmatch.options
-    import calmatch.report.console
+    import calmatch.report.text
+    import calmatch.training.loop
 
     assert tyro
     assert Image
     assert scipy.optimize
-    calmatch.results.RESAMPLES = FEW
+    calmatch.training.loop.RESAMPLES = FEW
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, "threads do not survive a fork"
     gc.freeze()  # a collection in a child would copy every page of ours

@@ -20,8 +20,8 @@ import safetensors
 from forks import Forks, Process
 from PIL import Image
 
-from calmatch import checkpoint
-from calmatch.config import Config
+from calmatch.training import checkpoint
+from calmatch.training.config import Config
 
 PATIENCE = 10.0  # seconds within which a stop signal must be answered
 ROOM = 24 << 20  # bytes of the small disk that is filled
@@ -272,7 +272,7 @@ def sound(out: Path) -> None:
                 assert all(found[name] is not None for name in found.files)
         elif path.parent.name == "checkpoint":
             if path.suffix != ".damaged":  # set aside, no longer under its name
-                checkpoint.read(path)
+                checkpoint.read_checkpoint(path)
         elif path.suffix == ".safetensors":
             with safetensors.safe_open(path, framework="np") as file:
                 assert all(file.get_tensor(name) is not None for name in file.keys())  # noqa: SIM118

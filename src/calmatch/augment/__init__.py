@@ -1,27 +1,201 @@
-"""Augmentations of uint8 batches: every picture gets its own draw, no branch on data."""
+"""Augmentations of uint8 batches, and the views of test-time augmentation.
+
+All take and return uint8 [N, 3, H, W]; every image gets its own draw, no branch on data. Geometry is
+one gather with nearest neighbours and black outside, in 16-bit fixed point as Pillow does it;
+colours round down as Pillow does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Generator, Tensor
 
 from calmatch import spec
-from calmatch.augment import basic, randaugment
 from calmatch.core import Transform
+from calmatch.ops import sent
 
-OPS: Mapping[str, Callable[..., Tensor]] = {
-    "identity": basic.identity,
-    "flip": basic.flip,
-    "vflip": basic.vflip,
-    "crop": basic.crop,
-    "translate": basic.translate,
-    "rotate": basic.rotate,
-    "brightness": basic.brightness,
-    "contrast": basic.contrast,
-    "cutout": basic.cutout,
-    "randaugment": randaugment.randaugment,
-}
+GREY = (125, 123, 114)  # the colour cutout leaves
+
+
+def identity(images: Tensor, generator: Generator) -> Tensor:
+    """Nothing."""
+    return images
+
+
+def flip(images: Tensor, generator: Generator, p: float = 0.5) -> Tensor:
+    """Mirror left and right with probability p."""
+    return torch.where(_uniform(images, generator) < p, images.flip(-1), images)
+
+
+def vflip(images: Tensor, generator: Generator, p: float = 0.5) -> Tensor:
+    """Mirror up and down with probability p."""
+    return torch.where(_uniform(images, generator) < p, images.flip(-2), images)
+
+
+def crop(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
+    """Pad by reflection and crop back at a random place."""
+    n, _, height, width = images.shape
+    if not 0 <= pad < min(height, width):
+        raise ValueError(f"crop({pad}) does not fit pictures of {height} x {width}.")
+    shift = torch.randint(-pad, pad + 1, (2, n, 1), generator=generator, device=images.device)
+    rows = mirrored(torch.arange(height, device=images.device) + shift[0], height)
+    columns = mirrored(torch.arange(width, device=images.device) + shift[1], width)
+    return _gather(images, rows[:, :, None] * width + columns[:, None, :])
+
+
+def translate(images: Tensor, generator: Generator, share: float = 0.3) -> Tensor:
+    """Shift by up to a share of the size in both directions, black outside."""
+    across = _uniform(images, generator, -share, share) * images.shape[-1]
+    down = _uniform(images, generator, -share, share) * images.shape[-2]
+    one, zero = torch.ones_like(across), torch.zeros_like(across)
+    return affine(images, torch.cat([one, zero, across, zero, one, down], 1)[..., 0, 0])
+
+
+def rotate(images: Tensor, generator: Generator, degrees: float = 30.0) -> Tensor:
+    """Turn about the centre by up to `degrees` either way, black outside."""
+    turn = _uniform(images, generator, -degrees, degrees)[:, 0, 0, 0] * (
+        -math.pi / 180
+    )  # Pillow's sense
+    cos, sin = turn.cos(), turn.sin()
+    x, y = images.shape[-1] / 2, images.shape[-2] / 2
+    matrix = [cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y]
+    return affine(images, torch.stack(matrix, 1))
+
+
+def brightness(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
+    """Multiply by a factor between low and high."""
+    factor = _uniform(images, generator, low, high)
+    return _blend(torch.zeros_like(images[:, :1]), images, factor)
+
+
+def contrast(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
+    """Spread about the mean grey by a factor between low and high."""
+    mean = (grey(images).sum((-1, -2, -3), dtype=torch.int64) / images[0, 0].numel() + 0.5).floor()
+    factor = _uniform(images, generator, low, high)
+    return _blend(mean[:, None, None, None], images, factor)
+
+
+def cutout(images: Tensor, generator: Generator, share: float = 0.5) -> Tensor:
+    """Cover a square, centred anywhere, with a side of up to `share` of the width."""
+    height, width = images.shape[-2:]
+    side = _uniform(images, generator, 0, share) * width
+    left = (_uniform(images, generator) * width - side / 2).floor().clamp_min(0)
+    top = (_uniform(images, generator) * height - side / 2).floor().clamp_min(0)
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[:, None]
+    inside = (x >= left) & (x <= left + side) & (y >= top) & (y <= top + side) & (side > 0)
+    colour = sent(torch.tensor(GREY, dtype=images.dtype), images.device)[:, None, None]
+    return torch.where(inside, colour, images)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Float pictures with the given channel means and deviations taken out."""
+    scale = 1 / (255 * std)
+    return images.to(mean.dtype) * scale[:, None, None] - (mean / std)[:, None, None]
+
+
+def grey(images: Tensor) -> Tensor:
+    """Luminance as Pillow rounds it: [N, 1, H, W] int32."""
+    r, g, b = images.to(torch.int32).split(1, 1)
+    luminance: Tensor = (r * 19595 + g * 38470 + b * 7471 + 0x8000) >> 16
+    return luminance
+
+
+def affine(images: Tensor, matrix: Tensor) -> Tensor:
+    """Sample at (a x + b y + c, d x + e y + f), nearest neighbour, black outside: matrix [N, 6]."""
+    height, width = images.shape[-2:]
+    a, b, c, d, e, f = wide(matrix).unbind(1)
+    fixed = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2], 1)
+    fixed = (fixed * 65536 + 0.5).floor().long()[:, :, None, None]
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[:, None]
+    column = (fixed[:, 0] * x + fixed[:, 1] * y + fixed[:, 2]) >> 16  # [N, H, W]
+    row = (fixed[:, 3] * x + fixed[:, 4] * y + fixed[:, 5]) >> 16
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    return _gather(images, index) * inside[:, None]
+
+
+def wide(numbers: Tensor) -> Tensor:
+    """As many bits as the device has: Apple's has no float64."""
+    return numbers.float() if numbers.device.type == "mps" else numbers.double()
+
+
+def _gather(images: Tensor, index: Tensor) -> Tensor:
+    """Pixels at flat positions [N, H, W], the same in every channel."""
+    flat = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    return images.flatten(2).gather(2, flat).view_as(images)
+
+
+def mirrored(index: Tensor, size: int) -> Tensor:
+    """Places outside of a side, reflected into it."""
+    return (size - 1 - (size - 1 - index.abs()).abs()).abs()
+
+
+def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
+    mixed = base + (images.to(torch.float32) - base) * factor
+    return mixed.clamp(0, 255).to(torch.uint8)
+
+
+def _uniform(images: Tensor, generator: Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """A number per picture: [N, 1, 1, 1]."""
+    draw = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device)
+    return low + (high - low) * draw
+
+
+class View(NamedTuple):
+    """How a picture is looked at."""
+
+    right: int = 0  # pixels by which it is cut out further to the right, filled by reflection
+    down: int = 0
+    flipped: bool = False
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self == PLAIN:
+            return images
+        height, width = images.shape[-2:]
+        rows = mirrored(torch.arange(height, device=images.device) + self.down, height)
+        columns = mirrored(torch.arange(width, device=images.device) + self.right, width)
+        columns = columns.flip(0) if self.flipped else columns
+        return images.index_select(-2, rows).index_select(-1, columns)
+
+
+PLAIN = View()
+
+
+def tta_views(number: int, weak: str) -> tuple[View, ...]:
+    """So many looks, fewer where the weak view has fewer to give: it says what is the same picture.
+
+    >>> tta_views(5, "flip|crop(4)")[2]
+    View(right=-4, down=0, flipped=True)
+    >>> tta_views(5, "flip")
+    (View(right=0, down=0, flipped=False), View(right=0, down=0, flipped=True))
+    """
+    steps = {item.name: item for item in spec.chain(weak)}
+    flip, shift = "flip" in steps, 0
+    if crop := steps.get("crop"):
+        shift = int([*crop.args, *crop.kwargs.values(), 4][0])
+    if not shift:
+        return (PLAIN, View(flipped=True))[: number if flip else 1]
+    others = View(shift, 0), View(-shift, 0, flip), View(0, shift, flip), View(0, -shift)
+    return (PLAIN, *others)[:number]
+
+
+def read_tta(found: Sequence[Sequence[int]]) -> tuple[View, ...]:
+    """Looks from a model file."""
+    return tuple(View(right, down, bool(flipped)) for right, down, flipped in found)
+
+
+OPS = spec.Table(
+    {
+        name: f"augment.{name}"
+        for name in ("identity flip vflip crop translate rotate brightness contrast cutout").split()
+    }
+    | {"randaugment": "augment.randaugment.randaugment"}
+)
 
 
 def pipeline(text: str) -> Transform:

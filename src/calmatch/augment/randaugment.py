@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from calmatch.augment.basic import affine, grey, wide
+from calmatch.augment import affine, grey, wide
 from calmatch.ops import sent
 
 RANGES = {  # USB's operations and the ranges their values are drawn from

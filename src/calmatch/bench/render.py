@@ -1,4 +1,4 @@
-"""Tables as Markdown, LaTeX or HTML: aligned, escaped, the best bold, the second underlined."""
+"""Tables as Markdown, LaTeX, HTML or tidy CSV: aligned, escaped, the best bold, the second underlined."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _markdown(table: Table) -> str:
     return "\n".join([f"### {plain(table.title)}\n", *shown, "", *notes])
 
 
-SPECIAL = {
+LATEX_SPECIAL = {
     "\\": r"\textbackslash{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "~": r"\textasciitilde{}",
@@ -73,13 +73,13 @@ SPECIAL = {
 }
 
 
-def tex(text: str) -> str:
+def latex_text(text: str) -> str:
     """Text for LaTeX.
 
-    >>> tex("50 % of a_b")
+    >>> latex_text("50 % of a_b")
     '50 \\\\% of a\\\\_b'
     """
-    return "".join(SPECIAL.get(sign, sign) for sign in text)
+    return "".join(LATEX_SPECIAL.get(sign, sign) for sign in text)
 
 
 def latex(tables: Sequence[Table]) -> str:
@@ -91,14 +91,14 @@ def latex(tables: Sequence[Table]) -> str:
 def _latex(table: Table) -> str:
     marks = {"": "{}", "best": "\\textbf{{{}}}", "second": "\\underline{{{}}}"}
     numbers = len(table.heads) - table.words
-    lines = [[tex(head) for head in table.heads]]
-    lines += [[marks[e.mark].format(tex(e.text)) for e in row] for row in table.rows]
+    lines = [[latex_text(head) for head in table.heads]]
+    lines += [[marks[e.mark].format(latex_text(e.text)) for e in row] for row in table.rows]
     body = [" & ".join(line) + r" \\" for line in lines]
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{tex(' '.join([table.title + '.', *table.notes]))}}}",
+            rf"\caption{{{latex_text(' '.join([table.title + '.', *table.notes]))}}}",
             r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{{'l' * table.words}{'r' * numbers}}}",
             r"\toprule",
@@ -113,7 +113,7 @@ def _latex(table: Table) -> str:
     )
 
 
-STYLE = (
+PAGE_STYLE = (
     "body{font:15px/1.4 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;margin:.5rem 0;font-variant-numeric:tabular-nums}"
     "th,td{padding:.2rem .7rem;border-bottom:1px solid #8884;text-align:right;white-space:nowrap}"
@@ -122,13 +122,13 @@ STYLE = (
 )
 
 
-def page(tables: Sequence[Table]) -> str:
+def html_page(tables: Sequence[Table]) -> str:
     """One HTML page that loads nothing."""
     body = "\n".join(_html(table) for table in tables)
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Tables</title><style>{STYLE}</style>\n<main>\n{body}\n</main></html>\n"
+        f"<title>Tables</title><style>{PAGE_STYLE}</style>\n<main>\n{body}\n</main></html>\n"
     )
 
 
@@ -149,8 +149,8 @@ def _html(table: Table) -> str:
     )
 
 
-RENDER: Mapping[str, Callable[[Sequence[Table]], str]] = {
+RENDERERS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "md": markdown,
     "latex": latex,
-    "html": page,
+    "html": html_page,
 }

@@ -1,18 +1,24 @@
-"""Batches as a pure function of (seed, step): nothing to save, nothing to restore."""
+"""Which images are labelled, and the batch of every step: pure functions of the seed and the step."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as Rows
 
-from calmatch import ops, parallel
-from calmatch.augment.basic import normalise
+from calmatch import ops
+from calmatch.augment import normalise
 from calmatch.core import Batch, Method, Transform
-from calmatch.data.resident import Source
+from calmatch.data.images import CachedImages, Images, take_images
 
 
 def stream_seed(seed: int, *stream: int) -> int:
@@ -77,11 +83,11 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         number, place = divmod(step, self.chunk)
         views, ids = self._chunks(number)
-        x_id, u_id = (ops.sent(parallel.mine(ids[side][place]), self.device) for side in "xu")
+        x_id, u_id = (ops.sent(ops.rank_share(ids[side][place]), self.device) for side in "xu")
         return Batch(
-            x=tuple(parallel.mine(view[place]) for view in views["x"]),
+            x=tuple(ops.rank_share(view[place]) for view in views["x"]),
             y=self.labels[x_id],
-            u=tuple(parallel.mine(view[place]) for view in views["u"]),
+            u=tuple(ops.rank_share(view[place]) for view in views["u"]),
             x_id=x_id,
             u_id=u_id,
             step=torch.full((), step, device=self.device),
@@ -135,4 +141,330 @@ class Batches:
         b, r = (self.orders[side].batch for side in "xu")
         draws = self.method.draws(chance, b, r)
         shared: Callable[[str], bool] = lambda name: not name.startswith(("x_", "u_"))  # noqa: E731
-        return {k: v if shared(k) else parallel.mine(v) for k, v in draws.items()}
+        return {k: v if shared(k) else ops.rank_share(v) for k, v in draws.items()}
+
+
+Ids = NDArray[np.int64]
+FOLDS = 5  # at most
+
+
+class Split(NamedTuple):
+    """Rows of the training pictures; a picture may be both labelled and unlabelled."""
+
+    labelled: list[int]
+    unlabelled: list[int]
+    validation: list[int]
+
+
+def split(
+    labels: Sequence[int] | Ids,
+    labelled: int | Sequence[int],
+    seed: int,
+    *,
+    unlabelled: Sequence[int] | None = None,
+    validation: float = 0.0,
+    include_labelled: bool = True,
+    whole_pool: bool = False,
+    shuffle_first: bool = False,
+) -> Split:
+    """Shuffle each class in turn; the first are labelled, the last validation, the rest unlabelled.
+
+    Args:
+        labels: class ids of the training pictures; -1 (unknown) is always unlabelled.
+        labelled: how many in all (the same number a class), or how many of each class.
+        seed: of the choice alone, apart from the seed of training.
+        unlabelled: how many of each class; all that are left by default.
+        validation: share of each class held out, with its labels, for choosing a checkpoint.
+        include_labelled: whether the labelled pictures also serve as unlabelled ones.
+        whole_pool: the unlabelled pictures are all of them, labelled ones included (STL-10).
+        shuffle_first: shuffle the whole list before splitting, as USB does with EuroSAT.
+    """
+    y = np.asarray(labels)
+    order = np.arange(len(y))
+    classes = int(y.max()) + 1
+    wanted = label_counts(labelled, classes)
+    random = np.random.RandomState(
+        seed
+    )  # the legacy generator: the field's splits are made with it
+    if shuffle_first:
+        random.shuffle(order)
+    chosen: list[Ids] = []
+    rest: list[Ids] = []
+    held: list[Ids] = []
+    for k in range(classes):
+        ids = np.flatnonzero(y[order] == k)
+        random.shuffle(ids)
+        ids = order[ids]
+        hold = math.floor(validation * len(ids))
+        if wanted[k] + hold > len(ids):
+            raise ValueError(
+                f"Class {k} has {len(ids)} training pictures, too few for {wanted[k]} labels "
+                f"and {hold} for validation; ask for fewer."
+            )
+        stop = len(ids) - hold
+        if unlabelled is not None:
+            stop = min(stop, wanted[k] + unlabelled[k])
+        chosen.append(ids[: wanted[k]])
+        rest.append(ids[0 if whole_pool else wanted[k] : stop])
+        held.append(ids[len(ids) - hold :])
+    rest.append(np.flatnonzero(y < 0))
+    pool = ([*chosen] if include_labelled else []) + rest
+    return Split(*(np.concatenate(part).tolist() for part in (chosen, pool, held)))
+
+
+def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
+    """Places of labels in two to five folds; a class's only label is in none.
+
+    There are as many folds as labels of a typical class, and every class starts with the first, so
+    that what is left to learn from stays as balanced as it was: a class that lost more labels than
+    the others would be guessed less often, and just its labels are judged.
+
+    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
+    [2, 2, 2]
+    """
+    random = np.random.default_rng([seed, 12])
+    y = np.asarray(labels)
+    counts = np.unique(y, return_counts=True)[1]
+    number = int(np.clip(np.median(counts), 2, FOLDS))
+    found: list[list[int]] = [[] for _ in range(number)]
+    for k in np.unique(y):
+        own = random.permutation(np.flatnonzero(y == k))
+        for place, row in enumerate(own if len(own) > 1 else []):
+            found[place % number].append(int(row))
+    return [fold for fold in found if fold]
+
+
+def leave_fold_out(chosen: Split, labels: Sequence[int], number: int, seed: int) -> Split:
+    """The split without fold `number` (1, 2, ...) of its labels, which is the validation set then.
+
+    The fold's pictures serve neither as labelled nor as unlabelled ones.
+
+    Args:
+        chosen: all labelled and unlabelled rows.
+        labels: class ids of the labelled rows.
+        number: which fold.
+        seed: of the folds.
+    """
+    parts = folds(labels, seed)
+    if number > len(parts):
+        raise ValueError(f"These labels make {len(parts)} folds; --fold cannot be {number}.")
+    held = {chosen.labelled[place] for place in parts[number - 1]}
+    return Split(
+        [row for row in chosen.labelled if row not in held],
+        [row for row in chosen.unlabelled if row not in held],
+        sorted(held),
+    )
+
+
+def label_counts(labelled: int | Sequence[int], classes: int) -> list[int]:
+    """Labelled pictures of each class."""
+    if not isinstance(labelled, int):
+        return list(labelled)
+    if labelled < classes or labelled % classes:
+        raise ValueError(
+            f"{labelled} labels cannot be shared equally among {classes} classes; "
+            f"ask for a multiple of {classes}."
+        )
+    return [labelled // classes] * classes
+
+
+def long_tail(head: int, gamma: float, classes: int) -> list[int]:
+    """Pictures of each class from `head` down to head / |gamma|; a negative gamma reverses them.
+
+    >>> long_tail(15, 10, 10)
+    [15, 11, 8, 6, 5, 4, 3, 2, 1, 1]
+    """
+    ratio = float(np.power(1 / abs(gamma), 1 / (classes - 1)))
+    numbers = [int(head * np.power(ratio, k)) for k in range(classes - 1)]
+    numbers.append(int(head / abs(gamma)))
+    return numbers[::-1] if gamma < 0 else numbers
+
+
+ChunkRows = Callable[[int], Tensor]  # the rows of chunk k
+
+
+class Stream:
+    """The same chunks as `Resident`, fetched ahead by worker processes."""
+
+    def __init__(self, images: Images, rows: Tensor, device: torch.device, workers: int) -> None:
+        self.fetch = _Fetch(images, rows)
+        self.device, self.workers = device, workers
+        self.plan: ChunkRows = lambda number: torch.tensor([number])
+        self.next = -1
+        self.chunks: Iterator[Tensor] = iter(())
+        self.ready: Tensor | None = None
+        # copies have a stream of their own, so that they overlap with compute
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        return len(self.fetch.rows)
+
+    def chunk(self, number: int) -> Tensor:
+        """uint8 pictures of chunk `number`; the one after is on its way when this returns."""
+        if number != self.next or self.ready is None:
+            self.chunks = self._fetched(_From(self.plan, number))
+            self.ready = self._copied()
+        pictures = self.ready
+        if self.side is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_stream(self.side)  # this chunk's copy; the next one starts below
+            pictures.record_stream(now)
+        self.next, self.ready = number + 1, self._copied()
+        return pictures
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order."""
+        for pictures in self._fetched(list(torch.arange(len(self)).split(size))):
+            yield pictures.to(self.device)
+
+    unchanged = batches  # views take pictures as they are
+
+    def some(self, rows: Tensor) -> Stream:
+        """Only these rows."""
+        return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
+
+    def _copied(self) -> Tensor:
+        pictures: Tensor = next(self.chunks)
+        with torch.cuda.stream(self.side):  # without a device this does nothing
+            return pictures.to(self.device, non_blocking=True)
+
+    def _fetched(self, order: Sampler[Tensor] | list[Tensor]) -> Iterator[Tensor]:
+        for found in self._loader(order):
+            if isinstance(found, str):
+                raise ValueError(found)
+            yield found
+
+    def _loader(self, order: Sampler[Tensor] | list[Tensor]) -> DataLoader[Tensor | str]:
+        return DataLoader(
+            self.fetch,
+            batch_size=None,
+            sampler=order,
+            num_workers=self.workers,
+            prefetch_factor=2 if self.workers else None,
+            pin_memory=self.device.type == "cuda",
+        )
+
+
+class _Fetch(Rows[Tensor | str]):
+    """What a worker does: pictures by row, or the sentence that says why not."""
+
+    def __init__(self, images: Images, rows: Tensor) -> None:
+        self.images, self.rows = images, rows
+
+    def __getitem__(self, ids: Tensor) -> Tensor | str:
+        try:
+            return take_images(self.images, self.rows[ids])
+        except ValueError as error:  # raised here it would arrive as a worker's traceback
+            return str(error)
+
+
+class _From(Sampler[Tensor]):
+    """Chunks from a given one on, without end."""
+
+    def __init__(self, plan: ChunkRows, start: int) -> None:
+        self.plan, self.start = plan, start
+
+    def __iter__(self) -> Iterator[Tensor]:
+        number = self.start
+        while True:
+            yield self.plan(number)
+            number += 1
+
+
+class Resident:
+    """Pictures on the device, taken by row."""
+
+    def __init__(self, images: Tensor, device: torch.device) -> None:
+        self.images = images.to(device)
+        self.device = device
+        self.plan: ChunkRows = lambda number: torch.tensor([number])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def chunk(self, number: int) -> Tensor:
+        """uint8 pictures of chunk `number`."""
+        return self.images[ops.sent(self.plan(number), self.device)]
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order."""
+        yield from self.images.split(size)
+
+    def unchanged(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order, as views take them."""
+        yield from self.batches(size)
+
+    def some(self, rows: Tensor) -> Resident:
+        """Only these rows."""
+        return Resident(self.images[rows.to(self.device)], self.device)
+
+
+class FileSource(Resident):
+    """Pictures that stay in their file: beside a CPU, the system's own cache holds what is used."""
+
+    def __init__(self, kept: CachedImages) -> None:
+        super().__init__(kept.rows, torch.device("cpu"))
+        self.kept = kept
+
+    def chunk(self, number: int) -> Tensor:
+        """uint8 pictures of chunk `number`."""
+        return self.kept.take(self.plan(number))
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All pictures in order."""
+        for rows in self.images.split(size):
+            yield self.kept.file.take(rows)
+
+    def some(self, rows: Tensor) -> FileSource:
+        """Only these rows."""
+        return FileSource(self.kept.some(rows))
+
+
+Source = Resident | Stream
+COPY_BLOCK = 4096  # pictures on their way to the device at once
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that could be taken on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def place_images(
+    images: Images,
+    rows: Tensor,
+    device: torch.device,
+    kind: str,
+    memory: float,
+    workers: int,
+) -> Source:
+    """Resident where the rows need at most this share of free memory, streamed otherwise."""
+    if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
+        return FileSource(images.some(rows))
+    need = len(rows) * math.prod(images.shape[1:])
+    if kind == "resident" or (kind == "auto" and need <= memory * free_memory(device)):
+        return Resident(_copy_to_device(images, rows, device), device)
+    return Stream(images, rows, device, workers)
+
+
+def _copy_to_device(images: Images, rows: Tensor, device: torch.device) -> Tensor:
+    """Pictures on the device, without a copy of all of them on the host."""
+    if isinstance(images, Tensor) and device.type == "cpu":
+        return images[rows]
+    found = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
+    for into, some in zip(found.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
+        into.copy_(take_images(images, some))
+    return found
+
+
+class AugmentedSource:
+    """Pictures of a source, changed anew by a transform whenever they are read."""
+
+    def __init__(self, pictures: Source, transform: Transform, seed: int) -> None:
+        self.pictures, self.transform, self.seed = pictures, transform, seed
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        for number, some in enumerate(self.pictures.unchanged(size)):
+            chance = Generator(some.device).manual_seed(self.seed + number)
+            yield self.transform(some, chance)

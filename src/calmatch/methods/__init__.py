@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 
 from calmatch import spec
 from calmatch.core import Method, Task
-from calmatch.methods.adamatch import AdaMatch
-from calmatch.methods.bam import BAM
-from calmatch.methods.comatch import CoMatch
-from calmatch.methods.crmatch import CRMatch
-from calmatch.methods.dash import Dash
-from calmatch.methods.defixmatch import DeFixMatch
-from calmatch.methods.fixmatch import FixMatch
-from calmatch.methods.flexmatch import FlexMatch
-from calmatch.methods.freematch import FreeMatch
-from calmatch.methods.meanteacher import MeanTeacher
-from calmatch.methods.mixmatch import MixMatch
-from calmatch.methods.pimodel import PiModel
-from calmatch.methods.pseudolabel import PseudoLabel
-from calmatch.methods.refixmatch import ReFixMatch
-from calmatch.methods.remixmatch import ReMixMatch
-from calmatch.methods.shrinkmatch import ShrinkMatch
-from calmatch.methods.simmatch import SimMatch
-from calmatch.methods.softmatch import SoftMatch
-from calmatch.methods.supervised import Supervised
-from calmatch.methods.uda import UDA
-from calmatch.methods.vat import VAT
 
-METHODS: Mapping[str, type[Method]] = {
-    "supervised": Supervised,
-    "pseudolabel": PseudoLabel,
-    "pimodel": PiModel,
-    "meanteacher": MeanTeacher,
-    "vat": VAT,
-    "mixmatch": MixMatch,
-    "remixmatch": ReMixMatch,
-    "uda": UDA,
-    "fixmatch": FixMatch,
-    "flexmatch": FlexMatch,
-    "dash": Dash,
-    "crmatch": CRMatch,
-    "comatch": CoMatch,
-    "simmatch": SimMatch,
-    "adamatch": AdaMatch,
-    "freematch": FreeMatch,
-    "softmatch": SoftMatch,
-    "defixmatch": DeFixMatch,
-    "shrinkmatch": ShrinkMatch,
-    "refixmatch": ReFixMatch,
-    "bam": BAM,
-}
+METHODS = spec.Table(
+    {
+        name.lower(): f"methods.{name.lower()}.{name}"
+        for name in (
+            "Supervised PseudoLabel PiModel MeanTeacher VAT MixMatch ReMixMatch UDA FixMatch "
+            "FlexMatch Dash CRMatch CoMatch SimMatch AdaMatch FreeMatch SoftMatch DeFixMatch "
+            "ShrinkMatch ReFixMatch BAM"
+        ).split()
+    }
+)
 
 
 def find(text: str) -> type[Method]:

@@ -10,8 +10,7 @@ from torch import Generator, Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
-from calmatch.methods import align
-from calmatch.parallel import average
+from calmatch.ops import average
 
 
 class AdaMatch(Method):
@@ -55,10 +54,10 @@ class AdaMatch(Method):
             start = (0.5 - turn.cos() / 2).to(logits.dtype)
         p_x = logits.detach().softmax(-1)
         p = weak.logits.softmax(-1)
-        mean = align.follow(self.get_buffer("mean"), p, self.momentum)
+        mean = ops.running_mean(self.get_buffer("mean"), p, self.momentum)
         old = self.get_buffer("target")
         target = self.momentum * old + (1 - self.momentum) * average(p_x.mean(0))
-        p = align.aligned(p, mean, target)
+        p = ops.align(p, mean, target)
         threshold = self.relative * average(p_x.amax(-1).mean())
         mask = (p.amax(-1) >= threshold).to(p.dtype)
         return Plan(

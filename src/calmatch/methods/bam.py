@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
-from calmatch.parallel import gather, world
+from calmatch.ops import gather, world_size
 
 
 class Bayes(nn.Module):
@@ -104,7 +104,7 @@ class BAM(Method):
         spread = drawn[:, torch.arange(len(guess), device=guess.device), guess].std(0)
         mask = (spread <= self.get_buffer("spread")).to(p.dtype)
         target = ops.sharpen(p, self.temperature) if self.on == "uda" else guess
-        rows = world() * len(z_x)
+        rows = world_size() * len(z_x)
         return Plan(
             Term(z_x, batch.y, torch.ones_like(z_x[:, 0])),
             Term(z_s, target, self.weight * mask),

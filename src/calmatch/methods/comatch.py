@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Output, Plan, Task, Term, apart, between
-from calmatch.methods import align
 
 
 def projector(features: int, size: int) -> nn.Module:
@@ -67,7 +66,7 @@ class CoMatch(Method):
         x, w, s, other = apart(net, *batch.x, *batch.u, grad=(True, False, True, True))
         f_x, f_w, f_s, f_o = embed(net, x, w, s, other)
         queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
-        aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)
+        aligned, queue, place = ops.align_by_queue(w.logits.detach().softmax(-1), queue, place)
         p = self.smooth(aligned, f_w.detach(), batch)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         state = self.store(

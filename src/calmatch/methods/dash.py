@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart
-from calmatch.parallel import average
+from calmatch.ops import average
 
 
 class Dash(Method):

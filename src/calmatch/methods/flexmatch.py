@@ -7,7 +7,7 @@ from torch import Tensor
 
 from calmatch.core import Batch, Task
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.parallel import gather
+from calmatch.ops import gather
 
 
 class FlexMatch(FixMatch):

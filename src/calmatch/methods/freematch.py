@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from calmatch import ops
 from calmatch.core import Batch, Plan, Task, between
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.parallel import average, gather, total
+from calmatch.ops import average, gather, total
 
 
 class FreeMatch(FixMatch):

@@ -7,7 +7,6 @@ from torch import Generator, Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Plan, Task, frozen
-from calmatch.methods import align
 from calmatch.methods.mixmatch import MixMatch
 
 
@@ -46,8 +45,8 @@ class ReMixMatch(MixMatch):
         weak, strong, other = batch.u
         with torch.no_grad(), frozen(net):
             p = net(weak).logits.softmax(-1)
-        mean = align.follow(self.get_buffer("mean"), p, self.momentum)
-        q = ops.sharpen(align.aligned(p, mean, self.get_buffer("target")), self.temperature)
+        mean = ops.running_mean(self.get_buffer("mean"), p, self.momentum)
+        q = ops.sharpen(ops.align(p, mean, self.get_buffer("target")), self.temperature)
         plan = self.plan(net, batch, *self.mix(batch, [batch.x[0], strong, other, weak], q))
         turn = batch.draws["u_turn"]
         turned = ops.quarter_turns(strong)[turn, torch.arange(len(turn), device=turn.device)]

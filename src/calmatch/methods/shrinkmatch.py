@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
-from calmatch.methods import align
-from calmatch.parallel import average
+from calmatch.ops import average
 
 
 class ShrinkMatch(Method):
@@ -47,7 +46,7 @@ class ShrinkMatch(Method):
         p = weak.logits.softmax(-1)
         state: dict[str, Tensor] = {}
         if self.aligns:
-            p, state["queue"], state["queue_place"] = align.queued(
+            p, state["queue"], state["queue_place"] = ops.align_by_queue(
                 p, self.get_buffer("queue"), self.get_buffer("queue_place")
             )
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
-from calmatch.methods import align
 from calmatch.methods.comatch import embed, projector
-from calmatch.parallel import gather
+from calmatch.ops import gather
 
 
 class SimMatch(Method):
@@ -57,7 +56,7 @@ class SimMatch(Method):
         f_x, f_w, f_s = embed(net, x, w, s)
         f_x, f_w = f_x.detach(), f_w.detach()
         queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
-        aligned, queue, place = align.queued(w.logits.detach().softmax(-1), queue, place)
+        aligned, queue, place = ops.align_by_queue(w.logits.detach().softmax(-1), queue, place)
         bank, labels = self.get_buffer("bank"), self.get_buffer("labels")
         like = (f_w @ bank.T / self.temperature).softmax(-1)
         target = ops.normalise(like * aligned[:, labels])

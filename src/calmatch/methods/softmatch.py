@@ -7,8 +7,7 @@ from torch import nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
-from calmatch.methods import align
-from calmatch.parallel import average, gather
+from calmatch.ops import average, gather
 
 
 class SoftMatch(Method):
@@ -36,12 +35,12 @@ class SoftMatch(Method):
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, weak, strong = apart(net, *batch.x, *batch.u, grad=(True, False, True))
         p = weak.logits.softmax(-1)
-        mean = align.follow(self.get_buffer("mean"), p, self.momentum)
+        mean = ops.running_mean(self.get_buffer("mean"), p, self.momentum)
         target = self.get_buffer("target")
         if not self.uniform:
             known = average(x.logits.detach().softmax(-1).mean(0))
             target = ops.moving(target, known, self.momentum)
-        confidence = align.aligned(p, mean, target).amax(-1)
+        confidence = ops.align(p, mean, target).amax(-1)
         all_ranks = gather(confidence)
         # unbiased, as the reference; one picture alone has no spread
         variance = all_ranks.var(correction=min(1, len(all_ranks) - 1))

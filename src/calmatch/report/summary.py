@@ -1,4 +1,4 @@
-"""What the charts of a report show, computed from predictions: plain numbers, few of them."""
+"""The numbers behind the report's charts, and the same as tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calmatch import metrics, ops
-from calmatch.evaluate import gap, probabilities
+from calmatch.runs import logit_gap, probabilities
 
 Floats = NDArray[np.float64]
 BINS = 15
@@ -22,7 +22,7 @@ MATRIX = 60  # classes of the confusion matrix at most
 CHOICE = 100  # classes whose logit densities are kept at most
 
 
-class Judged(NamedTuple):
+class Predictions(NamedTuple):
     """Predictions and truth, with what every chart starts from."""
 
     log_probs: Tensor  # [N, C]
@@ -33,10 +33,10 @@ class Judged(NamedTuple):
     right: Tensor  # [N] 0 or 1
 
 
-def judged(log_probs: Tensor, labels: Tensor) -> Judged:
+def make_predictions(log_probs: Tensor, labels: Tensor) -> Predictions:
     probs, y = metrics.check(probabilities(log_probs), labels)
     confidence, right = metrics.top(probs, y)
-    return Judged(log_probs, probs, y, confidence, probs.argmax(1), right)
+    return Predictions(log_probs, probs, y, confidence, probs.argmax(1), right)
 
 
 def wilson(share: Floats | float, number: Floats | float, z: float = 1.96) -> tuple[Any, Any]:
@@ -47,7 +47,7 @@ def wilson(share: Floats | float, number: Floats | float, z: float = 1.96) -> tu
     return np.clip(middle - spread, 0, 1), np.clip(middle + spread, 0, 1)
 
 
-def bins(found: Judged, number: int = BINS) -> list[dict[str, Any]]:
+def reliability_bins(found: Predictions, number: int = BINS) -> list[dict[str, Any]]:
     """The reliability diagram: every bin's count, confidence, accuracy and its interval."""
     means = metrics.reliability(found.probs, found.labels, number)
     low, high = wilson(means.accuracy.nan_to_num(0.0).numpy(), means.number.numpy())
@@ -62,7 +62,7 @@ def bins(found: Judged, number: int = BINS) -> list[dict[str, Any]]:
     return rows
 
 
-def chance(found: Judged, number: int = BINS, draws: int = 200) -> dict[str, float]:
+def ece_by_chance(found: Predictions, number: int = BINS, draws: int = 200) -> dict[str, float]:
     """ECE that an honest model with these confidences would show by chance alone."""
     confidence = found.confidence.numpy()
     place = ops.bin_of(found.confidence, number).numpy()
@@ -77,8 +77,8 @@ def chance(found: Judged, number: int = BINS, draws: int = 200) -> dict[str, flo
     return {"low": float(low / n), "mean": float(mean / n), "high": float(high / n)}
 
 
-def smooth(
-    found: Judged, points: int = 101, resamples: int = 500, known: float | None = None
+def smooth_reliability(
+    found: Predictions, points: int = 101, resamples: int = 500, known: float | None = None
 ) -> dict[str, Any]:
     """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band.
 
@@ -105,7 +105,7 @@ def smooth(
     return {**curve, "width": width, "value": error}
 
 
-def _band(found: Judged, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
+def _band(found: Predictions, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
     """Ends of the smoothed accuracy over bootstrap resamples, confidence rounded to 1/500.
 
     A resample is a multinomial draw over (rounded confidence, right or wrong), so all are drawn
@@ -126,7 +126,7 @@ def _band(found: Judged, width: float, at: Floats, resamples: int) -> tuple[Floa
     return low, high
 
 
-def risk(found: Judged, points: int = 100) -> list[dict[str, float]]:
+def risk_coverage(found: Predictions, points: int = 100) -> list[dict[str, float]]:
     """Error among the pictures answered when only those above a confidence are: threshold down."""
     ordered, order = found.confidence.sort(descending=True)
     wrong = (1 - found.right)[order].cumsum(0)
@@ -153,7 +153,7 @@ def risk(found: Judged, points: int = 100) -> list[dict[str, float]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
-def most_answers(found: Judged, error: float) -> dict[str, float] | None:
+def most_answers(found: Predictions, error: float) -> dict[str, float] | None:
     """The point with the most answers whose error is at most so much; None where there is none."""
     ordered, order = found.confidence.sort(descending=True)
     wrong = (1 - found.right)[order].cumsum(0)
@@ -163,7 +163,7 @@ def most_answers(found: Judged, error: float) -> dict[str, float] | None:
     return at_threshold(found, float(ordered[good[-1]])) if len(good) else None
 
 
-def at_threshold(found: Judged, threshold: float) -> dict[str, float] | None:
+def at_threshold(found: Predictions, threshold: float) -> dict[str, float] | None:
     """The point of the risk-coverage curve at one threshold; None where nothing is answered."""
     answered = found.confidence >= threshold
     number = int(answered.sum())
@@ -175,7 +175,7 @@ def at_threshold(found: Judged, threshold: float) -> dict[str, float] | None:
     return place | {"error": error, "low": float(low), "high": float(high)}
 
 
-def confusion(found: Judged) -> dict[str, Any]:
+def confusion_cells(found: Predictions) -> dict[str, Any]:
     """Pictures by truth and guess, as non-empty cells; of many classes those with most errors."""
     classes = found.probs.shape[1]
     flat = np.bincount((found.labels * classes + found.guess).numpy(), minlength=classes**2)
@@ -197,7 +197,7 @@ def confusion(found: Judged) -> dict[str, Any]:
     }
 
 
-def per_class(found: Judged) -> list[dict[str, Any]]:
+def per_class(found: Predictions) -> list[dict[str, Any]]:
     """Of every class: pictures, error with interval, confidence, precision, nearest rival."""
     classes = found.probs.shape[1]
     truth, guess = found.labels.numpy(), found.guess.numpy()
@@ -224,7 +224,7 @@ def per_class(found: Judged) -> list[dict[str, Any]]:
     return rows
 
 
-def logits(found: Judged) -> dict[str, Any]:
+def logit_densities(found: Predictions) -> dict[str, Any]:
     """Densities of every class's logit over the pictures of each true class.
 
     Log-probabilities keep logit differences; each picture's are shifted to have mean zero. Of very
@@ -256,14 +256,14 @@ def _range(values: Floats) -> dict[str, float]:
     return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
 
 
-def gaps(found: Judged, grid: Sequence[float]) -> list[float]:
+def gaps(found: Predictions, grid: Sequence[float]) -> list[float]:
     """Density of the largest logit distance of each picture."""
-    return _density(gap(found.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
+    return _density(logit_gap(found.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
 
 
-def gap_grid(all_found: Sequence[Judged], points: int = GRID) -> list[float]:
+def gap_grid(all_found: Sequence[Predictions], points: int = GRID) -> list[float]:
     """A grid on which the logit distances of several runs can be laid over each other."""
-    tops = [gap(found.log_probs.double()).clamp_max(200.0).max() for found in all_found]
+    tops = [logit_gap(found.log_probs.double()).clamp_max(200.0).max() for found in all_found]
     return _short(np.linspace(0, 1.05 * float(max(tops)) + 1e-9, points))
 
 
@@ -295,3 +295,128 @@ def thin(lines: Sequence[Mapping[str, Any]], most: int = 200) -> list[Mapping[st
         return list(lines)
     places = np.linspace(0, len(lines) - 1, most).round().astype(int)
     return [lines[k] for k in places]
+
+
+ChartTable = dict[str, Any]
+Data = Mapping[str, Any]
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """With a plus or a minus, except for what rounds to nothing."""
+    text = f"{abs(value):.{digits}f}"
+    if float(text) == 0:
+        return text
+    return f"{'+' if value > 0 else '−'}{text}"
+
+
+def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> ChartTable:
+    return {"head": list(head), "rows": [list(row) for row in rows]}
+
+
+def reliability_table(runs: Sequence[Data]) -> ChartTable:
+    head = ["confidence, %", "pictures", "mean confidence, %", "accuracy, %", "95 % interval"]
+    rows = [
+        [
+            *_named(runs, run),
+            f"{percent(row['left'], 0)}–{percent(row['right'], 0)}",
+            f"{row['n']:,}",
+            percent(row["confidence"]),
+            percent(row["accuracy"]),
+            f"{percent(row['low'])}–{percent(row['high'])}",
+        ]
+        for run in runs
+        for row in run["bins"]
+        if row["n"]
+    ]
+    return make_table(_headed(runs, head), rows)
+
+
+def smooth_table(runs: Sequence[Data]) -> ChartTable:
+    rows = []
+    for run in runs:
+        curve = run["smooth"]
+        for place in range(0, len(curve["at"]), 5):
+            cells = [percent(curve["at"][place], 0), percent(curve["accuracy"][place])]
+            ends = [percent(curve[end][place]) for end in ("low", "high") if end in curve]
+            rows.append([*_named(runs, run), *cells, "–".join(ends)])
+    return make_table(_headed(runs, ["confidence, %", "accuracy, %", "95 % interval"]), rows)
+
+
+def risk_table(runs: Sequence[Data]) -> ChartTable:
+    head = ["answered, %", "error, %", "95 % interval", "promised error, %", "threshold, %"]
+    rows = []
+    for run in runs:
+        step = max(1, len(run["risk"]) // 20)
+        shown = run["risk"][::step]
+        if shown[-1] is not run["risk"][-1]:
+            shown = [*shown, run["risk"][-1]]
+        for row in shown:
+            ends = f"{percent(row['low'])}–{percent(row['high'])}"
+            cells = [percent(row["coverage"]), percent(row["error"]), ends]
+            cells += [percent(row["promised"]), percent(row["threshold"], 2)]
+            rows.append([*_named(runs, run), *cells])
+    return make_table(_headed(runs, head), rows)
+
+
+def confusion_table(data: Data) -> ChartTable:
+    names = data["classes"]
+    rows = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
+    return make_table(["truth", "taken for", "pictures"], rows)
+
+
+def logits_table(data: Data) -> ChartTable:
+    names = data["classes"]
+    rows = [
+        [
+            names[truth],
+            names[row["of"]] if isinstance(row["of"], int) else "all others",
+            *(f"{row[key]:.1f}" for key in ("mean", "low", "high")),
+        ]
+        for truth, several in enumerate(data["logits"]["classes"])
+        for row in several
+    ]
+    return make_table(["truth", "logit of", "mean", "5 % below", "5 % above"], rows)
+
+
+def tested_table(runs: Sequence[Data]) -> ChartTable:
+    rows = [
+        [
+            *_named(runs, run),
+            f"{line['step']:,}",
+            line["split"],
+            percent(line.get("error")),
+            percent(line.get("ece")),
+        ]
+        for run in runs
+        for line in run["tested"]
+    ]
+    return make_table(_headed(runs, ["step", "set", "error, %", "ECE, %"]), rows)
+
+
+def trained_table(runs: Sequence[Data]) -> ChartTable:
+    rows = [
+        [
+            *_named(runs, run),
+            f"{line['step']:,}",
+            percent(line.get("accepted")),
+            percent(line.get("agree")),
+            percent(line.get("pseudo_accuracy")),
+        ]
+        for run in runs
+        for line in run["trained"]
+        if "accepted" in line
+    ]
+    head = ["step", "in use, %", "agreeing, %", "pseudo-labels right, %"]
+    return make_table(_headed(runs, head), rows)
+
+
+def _headed(runs: Sequence[Data], head: list[str]) -> list[str]:
+    return head if len(runs) == 1 else ["run", *head]
+
+
+def _named(runs: Sequence[Data], run: Data) -> list[str]:
+    return [] if len(runs) == 1 else [run["title"]]

@@ -1,0 +1,156 @@
+"""Files: atomic writes, locks, and bounded readers for files that a stranger may have sent."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """Another name to write to; it becomes `path` when the block ends well, and vanishes else."""
+    other = path.with_name(f".{path.name}.{os.getpid()}.part")
+    other.unlink(missing_ok=True)  # a link somebody left there would be followed
+    try:
+        yield other
+        with other.open("rb") as file:
+            os.fsync(file.fileno())
+        other.replace(path)
+    finally:
+        other.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write(path: Path, *pieces: bytes | str | memoryview) -> None:
+    """Write a file so that its name never shows half of it, even across a power cut."""
+    with draft(path) as other, other.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.encode() if isinstance(piece, str) else piece)
+
+
+def write_json(path: Path, content: Any) -> None:
+    write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+class Busy(ValueError):
+    """Another process works in this run folder."""
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a run folder; the lock dies with the process, however that ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(folder)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
+    with file:
+        _take_lock(file, folder)
+        _held_locks.add(file)
+        try:
+            for litter in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
+                number = litter.suffixes[-2][1:] if len(litter.suffixes) > 1 else ""
+                if number.isdecimal() and not _is_alive(int(number)):
+                    litter.unlink(missing_ok=True)  # a killed process had not finished it
+            yield
+        finally:
+            _held_locks.discard(file)
+
+
+def _is_alive(process: int) -> bool:
+    """Whether it may still write: a run's page is made when its lock is free again."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
+
+
+_held_locks: set[IO[str]] = set()
+
+
+def _release_in_child() -> None:
+    """In a forked process: a worker that outlives its killed parent must not keep the lock."""
+    for file in _held_locks:
+        os.close(file.fileno())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _within(link: str, home: Path) -> bool:
+    try:
+        return Path(link).resolve(strict=True).is_relative_to(home)
+    except (OSError, RuntimeError):  # it leads nowhere, or to itself
+        return False
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a run folder in which a name leads out of it: writing there would follow it."""
+    if not folder.is_dir():
+        return
+    home = folder.resolve()
+    for place in (folder, folder / "checkpoint"):
+        with os.scandir(place) if place.is_dir() else nullcontext(()) as entries:
+            for entry in entries:
+                if entry.is_symlink() and not _within(entry.path, home):
+                    raise ValueError(f"{entry.path} is a link out of the run folder; remove it.")
+
+
+def _take_lock(file: IO[str], folder: Path, patience: int = 5) -> None:
+    """Lock at once, or after the moment that somebody needs to look whether it is locked."""
+    for left in reversed(range(patience)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if not left:
+                raise Busy(
+                    f"Another process is working in {folder}; wait or choose --out."
+                ) from error
+            time.sleep(0.02)
+
+
+LARGEST_BYTES = {"json": 1 << 26, "npz": 1 << 32}  # bytes, of arrays when they are unpacked
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A mapping from a JSON file; a ValueError in one sentence."""
+    try:
+        if path.stat().st_size > LARGEST_BYTES["json"]:
+            raise ValueError("it is too large")
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold one mapping of names to values.")
+    return found
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz without running code, and without unpacking a bomb."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(item.file_size for item in archive.infolist()) > LARGEST_BYTES["npz"]:
+                raise ValueError("it is too large")
+        with np.load(path, allow_pickle=False) as found:
+            return {name: found[name] for name in found.files}
+    except Exception as error:  # whatever zip, zlib and numpy make of a broken or hostile file
+        raise ValueError(f"{path} is not a .npz file of plain arrays: {error}.") from error

@@ -1,0 +1,215 @@
+"""The field's networks: vision transformers and wide ResNets as benchmarks build them, and small ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from calmatch.core import Output
+
+
+class ViT(VisionTransformer):
+    """timm's vision transformer, returning logits and the class token's features."""
+
+    def __init__(
+        self,
+        classes: int,
+        *,
+        size: int,
+        patch: int,
+        width: int,
+        heads: int,
+        depth: int = 12,
+        drop_path: float = 0.2,
+    ) -> None:
+        super().__init__(
+            img_size=size,
+            patch_size=patch,
+            embed_dim=width,
+            depth=depth,
+            num_heads=heads,
+            num_classes=classes,
+            drop_path_rate=drop_path,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+        )
+        self.head = nn.Linear(width, classes)  # the plain Linear start, as USB
+
+    def forward(self, images: Tensor) -> Output:  # type: ignore[override]
+        tokens = self._pos_embed(self.patch_embed(images))  # [B, 1 + patches, width]
+        for block in self.blocks[:-1]:
+            tokens = block(tokens)
+        features = self.norm(_class_token(self.blocks[-1], tokens))
+        return Output(self.head(features), features)
+
+
+def _class_token(block: Any, tokens: Tensor) -> Tensor:
+    """What the last block makes of the class token; nobody reads what it makes of the patches."""
+    attention = block.attn
+    shape = (*tokens.shape[:2], 3, attention.num_heads, -1)
+    mixed = attention.qkv(block.norm1(tokens)).reshape(shape).permute(2, 0, 3, 1, 4)
+    query, key, value = mixed.unbind(0)  # each [B, heads, 1 + patches, width / heads]
+    seen = scaled_dot_product_attention(query[:, :, :1], key, value)
+    token = tokens[:, 0] + block.drop_path1(attention.proj(seen.flatten(1)))
+    found: Tensor = token + block.drop_path2(block.mlp(block.norm2(token)))
+    return found
+
+
+def vit_tiny_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.1) -> ViT:
+    """ViT-Ti/2 for 32 px: 192 wide, 5 million parameters."""
+    return ViT(classes, size=size, patch=2, width=192, heads=3, drop_path=drop_path)
+
+
+def vit_small_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.2) -> ViT:
+    """ViT-S/2 for 32 px: 384 wide, 21 million parameters; the paper's for CIFAR and EuroSAT."""
+    return ViT(classes, size=size, patch=2, width=384, heads=6, drop_path=drop_path)
+
+
+def vit_small_patch16_96(classes: int, *, size: int = 96, drop_path: float = 0.2) -> ViT:
+    """ViT-S/16 for 96 px: what the paper's text says of STL-10."""
+    return ViT(classes, size=size, patch=16, width=384, heads=6, drop_path=drop_path)
+
+
+def vit_base_patch16_96(classes: int, *, size: int = 96, drop_path: float = 0.2) -> ViT:
+    """ViT-B/16 for 96 px: 768 wide, 86 million parameters; what its configuration says."""
+    return ViT(classes, size=size, patch=16, width=768, heads=12, drop_path=drop_path)
+
+
+SLOPE, MOMENTUM = 0.1, 0.001  # of LeakyReLU and of BatchNorm
+
+
+class WideBlock(nn.Module):
+    """Two convolutions around a shortcut.
+
+    Where the width changes, only the first group activates before the shortcut; in the others the
+    block's first norm is computed and not used, as in the reference (its statistics do move).
+    """
+
+    def __init__(self, inside: int, outside: int, stride: int, activate: bool) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inside, momentum=MOMENTUM)
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outside, momentum=MOMENTUM)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.same, self.activate = inside == outside, activate
+        if not self.same:
+            self.convShortcut = nn.Conv2d(inside, outside, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ready = F.leaky_relu(self.bn1(x), SLOPE)
+        if self.same:
+            shortcut, inner = x, ready
+        else:
+            inner = ready if self.activate else x
+            shortcut = self.convShortcut(inner)
+        out: Tensor = self.conv2(F.leaky_relu(self.bn2(self.conv1(inner)), SLOPE))
+        return shortcut + out
+
+
+class WideGroup(nn.Module):
+    """Blocks of one width."""
+
+    def __init__(self, blocks: int, inside: int, outside: int, stride: int, activate: bool) -> None:
+        super().__init__()
+        widths = [inside] + [outside] * (blocks - 1)
+        strides = [stride] + [1] * (blocks - 1)
+        self.layer = nn.Sequential(
+            *(WideBlock(w, outside, s, activate) for w, s in zip(widths, strides, strict=True))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class WideResNet(nn.Module):
+    """Three (or, for larger pictures, four) groups of residual blocks and a linear classifier."""
+
+    def __init__(self, classes: int, *, depth: int = 28, widen: int = 2, groups: int = 3) -> None:
+        super().__init__()
+        blocks, rest = divmod(depth - 1 - groups, 2 * groups)
+        if rest or blocks < 1:
+            raise ValueError(f"A WideResNet of {groups} groups cannot have depth {depth}.")
+        widths = [16] + [16 * widen * 2**k for k in range(groups)]
+        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=True)
+        for k in range(groups):
+            stride = 1 if k == 0 else 2
+            group = WideGroup(blocks, widths[k], widths[k + 1], stride, activate=k == 0)
+            self.add_module(f"block{k + 1}", group)
+        self.bn1 = nn.BatchNorm2d(widths[-1], momentum=MOMENTUM, eps=1e-3)
+        self.classifier = nn.Linear(widths[-1], classes)
+        self.groups = groups
+        self._start()
+
+    def _start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
+        nn.init.xavier_normal_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, images: Tensor) -> Output:
+        x = self.conv1(images)
+        for k in range(self.groups):
+            x = self.get_submodule(f"block{k + 1}")(x)
+        features = F.leaky_relu(self.bn1(x), SLOPE).mean((2, 3))
+        return Output(self.classifier(features), features)
+
+
+def wrn_28_2(classes: int) -> WideResNet:
+    """WRN-28-2, 1.5 million parameters: the classic network for CIFAR-10 and SVHN."""
+    return WideResNet(classes, depth=28, widen=2)
+
+
+def wrn_28_8(classes: int) -> WideResNet:
+    """WRN-28-8, 23 million parameters: the classic network for CIFAR-100."""
+    return WideResNet(classes, depth=28, widen=8)
+
+
+def wrn_37_2(classes: int) -> WideResNet:
+    """WRN-37-2 with four groups: the classic network for STL-10's 96 px."""
+    return WideResNet(classes, depth=37, widen=2, groups=4)
+
+
+class Small(nn.Module):
+    """Three convolutions with BatchNorm, global pooling, one linear layer."""
+
+    def __init__(self, classes: int, *, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            _conv_block(3, width, pool=True),
+            _conv_block(width, 2 * width, pool=True),
+            _conv_block(2 * width, 4 * width, pool=False),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(4 * width, classes)
+
+    def forward(self, images: Tensor) -> Output:
+        features = self.layers(images)
+        return Output(self.head(features), features)
+
+
+class Tiny(nn.Module):
+    """Mean over 2 x 2 squares and one hidden layer, without BatchNorm: for tests."""
+
+    def __init__(self, classes: int, *, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, width), nn.Tanh()
+        )
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Output:
+        features = self.layers(images)
+        return Output(self.head(features), features)
+
+
+def _conv_block(inside: int, outside: int, pool: bool) -> nn.Sequential:
+    conv = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+    layers = [conv, nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))

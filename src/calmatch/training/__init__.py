@@ -1,0 +1,1 @@
+"""Training: from a Config to a finished run folder."""

@@ -1,0 +1,263 @@
+"""One flat, frozen, typed Config is a run; it reads from and writes to JSON or YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from calmatch import spec
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run's result."""
+
+    dataset: str = "digits"
+    """Which pictures: a name of `calmatch datasets`."""
+    labels: int = 40
+    """How many labelled pictures in all, the same number a class; 0: as the dataset says."""
+    split_seed: int = 0
+    """Chooses which pictures are labelled, apart from `seed`."""
+    validation: float = 0.0
+    """Share of each class's training pictures held out, with labels, to choose a checkpoint."""
+    fold: int = 0
+    """Hold out this fold of the labels (1, 2, ...), to be predicted at the end; 0: none."""
+    include_labelled: bool = True
+    """Whether the labelled pictures also serve as unlabelled ones, as the field does."""
+    method: str = "fixmatch"
+    """Who teaches whom: a name of `calmatch methods`, with arguments if wanted."""
+    net: str = "small"
+    """The network: a name of `calmatch nets`."""
+    frozen: int = 0
+    """Only the last layer learns, from features of so many views a picture; 0: all layers do."""
+    looks: int = 1
+    """Looks at a picture whose mean a frozen network predicts, up to 5: shifted and mirrored."""
+    labelled_loss: str = ""
+    """Loss on labelled pictures; empty: the method's own."""
+    unlabelled_loss: str = ""
+    """Loss on unlabelled pictures; empty: the method's own."""
+    penalty: str = ""
+    """Added to the unlabelled loss, `margin(m=10)` for example."""
+    aware: float = 0.0
+    """Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never."""
+    weak: str = "flip|crop(4)"
+    """The weak view: transforms joined by |."""
+    strong: str = "flip|crop(4)|cutout(0.5)"
+    """The strong view: transforms joined by |."""
+    batch: int = 8
+    """Labelled pictures a step."""
+    ratio: int = 1
+    """Unlabelled pictures for each labelled one."""
+    steps: int = 1000
+    """Training steps."""
+    seed: int = 0
+    """Of weights, order and augmentation."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with Nesterov momentum."""
+    lr: float = 5e-4
+    """Highest learning rate."""
+    weight_decay: float = 5e-4
+    """Weight decay; biases, norms and position embeddings are exempt."""
+    momentum: float = 0.9
+    """Of SGD."""
+    layer_decay: float = 1.0
+    """Each layer further from the head learns this much slower."""
+    warmup: int = 0
+    """Steps over which the learning rate rises from zero."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """How the learning rate falls afterwards: cos(7 pi t / 16), or not at all."""
+    clip: float = 0.0
+    """Largest gradient norm; 0: no limit."""
+    ema: float | None = None
+    """Momentum of the averaged weights that are evaluated; 0: none; unset: the method's own."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Arithmetic of the network while training."""
+    compile: bool | Literal["net"] | None = None
+    """Compile the step (slow start, faster steps); net: of a captured step the network alone, which
+    other methods' runs find compiled; unset: the step on a CUDA device."""
+    engine: Literal["auto", "eager", "captured"] = "auto"
+    """Replay the step from one captured graph (auto: on a CUDA device), or run it as written."""
+    device: str = "auto"
+    """cuda, mps, cpu, or auto: the first of these that is there."""
+    log_every: int = 50
+    """Steps between log lines."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: only at the end."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: ten in a run."""
+    eval_batch: int = 512
+    """Pictures at a time when predicting."""
+    select: str = "last"
+    """Which weights to keep: last, or best(METRIC) on the validation share."""
+    protocol: Literal["honest", "paper"] = "honest"
+    """paper: keep the weights that are best on the TEST set, as the paper and USB do. Leaky."""
+    source: Literal["auto", "resident", "stream"] = "auto"
+    """Pictures on the device, or fetched by workers; auto: on the device where they fit."""
+    memory: float = 0.5
+    """The share of free device memory that pictures may take."""
+    workers: int = 2
+    """Processes that fetch streamed pictures."""
+    chunk: int = 16
+    """Steps augmented at once (changes the draws, not their distribution)."""
+    on_nan: Literal["stop", "rollback"] = "stop"
+    """Numbers that are not finite: stop, or go back to a checkpoint and halve the learning rate."""
+    deterministic: bool = False
+    """The same bits every time on a CUDA device too (slower); a CPU always computes so."""
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some fields changed; an unknown field gets the nearest suggestion."""
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"Config has no field {name!r}.{spec.nearest(name, known)}")
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def saves(self) -> int:
+        """Steps between checkpoints."""
+        return self.checkpoint_every or max(1, self.steps // 10)
+
+    def dump(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_config(path: Path, default: Config, trust: bool = False) -> Config:
+    """The default changed by a JSON or YAML file.
+
+    A dotted name would import somebody's code, so from a file it needs `trust`.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Cannot read {path}: {error}.") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON or YAML.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold one mapping of field names to values.")
+    changes = {str(key): _read_number(str(key), value) for key, value in found.items()}
+    config = default.replace(**changes)
+    check_config(config)
+    if not trust:
+        for name in dotted_names(config):
+            raise ValueError(f"{path} names {name!r}, which is code; add --trust to import it.")
+    return config
+
+
+def _read_number(field: str, value: Any) -> Any:
+    """YAML reads 5e-4 as text; where a number is wanted it is one."""
+    if isinstance(value, str) and "float" in str(Config.__annotations__.get(field)):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+SPECS = (
+    "dataset",
+    "method",
+    "net",
+    "labelled_loss",
+    "unlabelled_loss",
+    "penalty",
+    "weak",
+    "strong",
+)
+
+
+def dotted_names(config: Config) -> list[str]:
+    """Dotted names that building this config would import (timm's own models aside)."""
+    found = []
+    for field in SPECS:
+        text = str(getattr(config, field))
+        names = spec.dotted(text) if text else []
+        # timm.NAME as a network is looked up in timm's list, not imported
+        found += [name for name in names if not (field == "net" and name.startswith("timm."))]
+    return found
+
+
+WITH_CROSS_ENTROPY = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
+SMALLEST = {
+    "batch": 1,
+    "ratio": 1,
+    "steps": 1,
+    "log_every": 1,
+    "chunk": 1,
+    "eval_batch": 1,
+    "looks": 1,
+}
+
+
+LARGEST_NUMBER = 1e300  # beyond it arithmetic overflows
+MOST_TTA = 5  # views of an image whose mean is predicted
+SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return typing.get_type_hints(Config)
+
+
+def check_config(config: Config) -> None:
+    """Raise a ValueError for values that cannot be meant."""
+    hints = _field_types()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if not spec.fits(value, hints[field.name]):
+            raise ValueError(
+                f"{field.name} cannot be {value!r}; it takes {spec.kind(hints[field.name])}."
+            )
+        if isinstance(value, int | float) and not abs(value) <= LARGEST_NUMBER:
+            raise ValueError(f"{field.name} must be a finite number, not {str(value)[:40]}.")
+        least = SMALLEST.get(field.name, 0)
+        if isinstance(value, int | float) and value < least:
+            raise ValueError(f"{field.name} must be at least {least}, not {value}.")
+    for name in SHARES:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, not {value}.")
+    if config.looks > MOST_TTA:
+        raise ValueError(f"looks must be at most {MOST_TTA}, not {config.looks}.")
+    if config.looks > 1 and not config.frozen:
+        raise ValueError("looks are for a frozen network: set --frozen too, 4 say.")
+    _check_selection(config)
+    penalties = spec.added(config.penalty) if config.penalty else []
+    for part in penalties:
+        if part.name in WITH_CROSS_ENTROPY:
+            raise ValueError(
+                f"{part.name!r} contains the cross-entropy and would count it twice; "
+                f"write --unlabelled-loss {config.penalty!r} instead of --penalty."
+            )
+
+
+def without_seeds(config: Config) -> Config:
+    """What runs that are trained together have in common."""
+    return config.replace(seed=0, split_seed=0, fold=min(config.fold, 1))
+
+
+def selection_metric(config: Config) -> str | None:
+    """The metric whose best value is kept; None for the last step's weights."""
+    if config.protocol == "paper":
+        return "error"
+    if config.select == "last":
+        return None
+    found = re.fullmatch(r"best\(['\"]?(\w+)['\"]?\)", config.select.strip())
+    if not found:
+        raise ValueError(f"select is {config.select!r}; write last or best(error).")
+    return found[1]
+
+
+def _check_selection(config: Config) -> None:
+    if config.protocol == "paper" and config.select != "last":
+        raise ValueError("protocol=paper keeps the best error on the test set; drop --select.")
+    if selection_metric(config) and config.protocol == "honest" and config.validation == 0:
+        raise ValueError("select=best needs pictures to choose on: set --validation, 0.1 say.")
