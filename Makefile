@@ -72,7 +72,7 @@ bench: $(READY)  ## speed of metrics, methods, augmentation and the step
 	$(BIN)/python benchmarks/augment.py
 	$(BIN)/python benchmarks/step.py
 
-readme: $(READY)  ## the README's tree, table and picture, made anew
+readme: $(READY)  ## what README, architecture and CONTRIBUTING show, made anew
 	$(BIN)/python tools/readme.py
 
 screenshots: $(READY)  ## the report's pictures in the docs, made anew; takes the demo's runs

@@ -28,14 +28,14 @@ SIZE = 32
 def patches(n: int) -> list[Image.Image]:
     """Pieces of two photographs."""
     chance = np.random.default_rng(0)
-    found = []
+    images = []
     for k in range(n):
         photo = load_sample_images().images[k % 2]
         scale = int(chance.integers(2, 8))
         y, x = (chance.integers(0, side - SIZE * scale) for side in photo.shape[:2])
         piece = Image.fromarray(photo[y : y + SIZE * scale, x : x + SIZE * scale])
-        found.append(piece.resize((SIZE, SIZE)))
-    return found
+        images.append(piece.resize((SIZE, SIZE)))
+    return images
 
 
 def pillow_operation(name: str, picture: Image.Image, value: float) -> Image.Image:

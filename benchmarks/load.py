@@ -85,14 +85,14 @@ def _watch(pid: int, most: list[int]) -> None:
         return
 
 
-def growth(found: dict[str, dict[str, float]]) -> dict[str, Any]:
+def growth(sizes: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The measurements, and what one more picture costs."""
-    (few, less), (many, more) = found.items()
+    (few, less), (many, more) = sizes.items()
     grown = {
         f"{kind}_bytes_a_picture": round((more[kind] - less[kind]) * 2**20 / (int(many) - int(few)))
         for kind in ("peak_mib", "own_mib")
     }
-    return {**found, **{name.replace("_mib", ""): value for name, value in grown.items()}}
+    return {**sizes, **{name.replace("_mib", ""): value for name, value in grown.items()}}
 
 
 def pictures(folder: Path, number: int) -> None:
@@ -113,20 +113,20 @@ def pictures(folder: Path, number: int) -> None:
 
 def predict(work: Path) -> dict[str, Any]:
     calmatch.train(SMALL, work / "model", quiet=True)
-    found = {}
+    sizes = {}
     for number in SIZES:
         pictures(work / "pictures", number)
         words = ["predict", str(work / "model"), str(work / "pictures"), "-o", str(work / "o.csv")]
-        found[f"{number}"] = measured([*words, "--quiet"])
+        sizes[f"{number}"] = measured([*words, "--quiet"])
         with (work / "o.csv").open() as file:
             assert sum(1 for _ in file) == number + 1
         shutil.rmtree(work / "pictures")
-    return growth(found)
+    return growth(sizes)
 
 
 def fit(work: Path) -> dict[str, Any]:
     os.environ["CALMATCH_CACHE"] = str(work / "cache")
-    found = {}
+    sizes = {}
     for number in SIZES:
         pictures(work / "pictures", number)
         rows = [f"{k // 1000:04d}/{k:06d}.bmp,{'red' if k % 2 else 'blue'}" for k in range(60)]
@@ -134,9 +134,9 @@ def fit(work: Path) -> dict[str, Any]:
         words = ["fit", str(work / "pictures"), "--labels", str(work / "labels.csv")]
         out = work / f"fit-{number}"
         words += ["--out", str(out), "--steps", "60", "--device", "cpu", "--quiet"]
-        found[f"{number}"] = measured(words)
+        sizes[f"{number}"] = measured(words)
         shutil.rmtree(work / "pictures")
-    return growth(found)
+    return growth(sizes)
 
 
 def folders(work: Path) -> list[str]:
@@ -161,32 +161,32 @@ def table(work: Path) -> dict[str, Any]:
 
 def report(work: Path) -> dict[str, Any]:
     page = work / "report.html"
-    found = measured(["report", *folders(work), "--out", str(page)])
-    return {f"{RUNS}": {**found, "page_mib": round(page.stat().st_size / 2**20, 1)}}
+    measures = measured(["report", *folders(work), "--out", str(page)])
+    return {f"{RUNS}": {**measures, "page_mib": round(page.stat().st_size / 2**20, 1)}}
 
 
 PARTS = {"predict": predict, "fit": fit, "table": table, "report": report}
 
 
-def table_of(found: dict[str, Any]) -> str:
+def table_of(measures: dict[str, Any]) -> str:
     """What was measured, for the docs."""
     lines = [
         "| command | pictures or runs | processor, s | clock, s | peak MiB | of its own |",
         "|---|---|---|---|---|---|",
     ]
     for name in PARTS:
-        for number, row in found.get(name, {}).items():
+        for number, row in measures.get(name, {}).items():
             if isinstance(row, dict):
                 cells = [row["cpu_seconds"], row["seconds"], row["peak_mib"], row["own_mib"]]
                 lines.append(f"| {name} | {int(number):,} | {' | '.join(map(str, cells))} |")
     grown = [
-        f"`{name}` needs {found[name]['own_bytes_a_picture']:,} bytes of its own for each further "
-        f"picture, {found[name]['peak_bytes_a_picture']:,} with mapped files."
+        f"`{name}` needs {measures[name]['own_bytes_a_picture']:,} bytes of its own for each "
+        f"further picture, {measures[name]['peak_bytes_a_picture']:,} with mapped files."
         for name in ("fit", "predict")
-        if name in found
+        if name in measures
     ]
-    size = [f"The page: {row['page_mib']} MiB." for row in found.get("report", {}).values()]
-    machine = f"On {found['machine']}, torch {found['torch']}."
+    size = [f"The page: {row['page_mib']} MiB." for row in measures.get("report", {}).values()]
+    machine = f"On {measures['machine']}, torch {measures['torch']}."
     return "\n".join([*lines, "", *grown, *size, machine])
 
 
@@ -199,20 +199,20 @@ def main() -> None:
         options.error(f"there is no part {sorted(unknown)[0]}; there are {', '.join(PARTS)}")
     save = chosen.save
     target = ROOT / "benchmarks" / "results" / f"load-cpu-{date.today()}.json"
-    found: dict[str, Any] = json.loads(target.read_text()) if save and target.exists() else {}
-    found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores shared with other programs"
-    found["torch"] = torch.__version__
+    measures: dict[str, Any] = json.loads(target.read_text()) if save and target.exists() else {}
+    measures["machine"] = f"{platform.machine()}, {os.cpu_count()} cores shared with other programs"
+    measures["torch"] = torch.__version__
     work = Path(tempfile.mkdtemp(prefix="calmatch-load-"))
     try:
         for name in chosen.parts:
-            found[name] = PARTS[name](work)
-            print(name, json.dumps(found[name]), flush=True)
+            measures[name] = PARTS[name](work)
+            print(name, json.dumps(measures[name]), flush=True)
     finally:
         shutil.rmtree(work)
-    print(json.dumps(found, indent=2))
+    print(json.dumps(measures, indent=2))
     if save:
-        target.write_text(json.dumps(found, indent=2) + "\n")
-        put(ROOT / "docs" / "promises.md", "load", table_of(found))
+        target.write_text(json.dumps(measures, indent=2) + "\n")
+        put(ROOT / "docs" / "promises.md", "load", table_of(measures))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from calmatch import methods
 from calmatch.core import Output, Task
 from calmatch.training import recipes
-from calmatch.training.loop import _make_training
 from calmatch.training.setup import build_parts
-from calmatch.training.step import Training
+from calmatch.training.step import Training, make_training
 
 ROUNDS = 30
 LARGE = 105_000  # STL-10's unlabelled pictures
@@ -76,7 +75,7 @@ def own(name: str, training: Training, unlabelled: int) -> float:
         known.classes, known.labelled, unlabelled, known.features, known.steps, known.counts
     )
     method = methods.build(name, task)
-    method.picture = (3, 16, 16)
+    method.image_shape = (3, 16, 16)
     net = Ready(method.heads(), task.features, task.classes)
     batch = parts.batches[0]
     generator = torch.Generator().manual_seed(0)
@@ -102,8 +101,8 @@ def own(name: str, training: Training, unlabelled: int) -> float:
 
 def main() -> None:
     config = recipes.digits_40("fixmatch", steps=100_000)
-    training = _make_training(config, build_parts(config))
-    whole = milliseconds(lambda: training.advance(training.parts.batches[training.step]))
+    training = make_training(config, build_parts(config))
+    whole = milliseconds(lambda: training.advance())
     threads = torch.get_num_threads()
     print(f"A FixMatch step with the demo's network: {whole:.1f} ms ({threads} threads)")
     print(f"{'method':<24}{'own ms':>8}{'of a step':>12}")

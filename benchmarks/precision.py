@@ -19,6 +19,7 @@ import torch
 from scipy import stats
 
 from calmatch import Config, train_seeds
+from calmatch.fit.plan import METHOD, PENALTY
 from calmatch.training import recipes
 from calmatch.training.setup import describe_environment
 
@@ -28,13 +29,13 @@ METRICS = ("error", "ece", "nll")
 def settings(options: argparse.Namespace) -> Config:
     """FreeMatch with fit's margin at 32 px, as EuroSAT's recipe augments it, or another recipe."""
     if options.recipe:
-        return recipes.RECIPES[options.recipe](recipes.METHOD, penalty=recipes.PENALTY)
-    config = recipes.RECIPES["eurosat_40"](recipes.METHOD)
+        return recipes.RECIPES[options.recipe](METHOD, penalty=PENALTY)
+    config = recipes.RECIPES["eurosat_40"](METHOD)
     return config.replace(
         dataset=options.dataset,
         labels=options.labels,
         net=options.net,
-        penalty=recipes.PENALTY,
+        penalty=PENALTY,
         batch=32,
         ratio=2,
         steps=options.steps,
@@ -66,21 +67,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, help="JSON file; by default in benchmarks/results/")
     options = parser.parse_args()
-    config, found = settings(options), {}
+    config, values_of = settings(options), {}
     with tempfile.TemporaryDirectory() as folder:
         for precision in ("fp32", "bf16"):
             chosen = config.replace(precision=precision)
             for run in train_seeds(chosen, options.seeds, Path(folder) / precision):
-                measured = run.result["metrics"]
-                found[precision, run.config.seed] = {k: measured[k]["value"] for k in METRICS}
-                shown = "  ".join(
-                    f"{k} {found[precision, run.config.seed][k]:.4f}" for k in METRICS
+                measured = run.result.metrics
+                values_of[precision, run.config.seed] = {k: measured[k].value for k in METRICS}
+                words = "  ".join(
+                    f"{k} {values_of[precision, run.config.seed][k]:.4f}" for k in METRICS
                 )
-                print(f"{precision}  seed {run.config.seed}  {shown}", flush=True)
-    rows = [{"precision": p, "seed": s, **values} for (p, s), values in found.items()]
+                print(f"{precision}  seed {run.config.seed}  {words}", flush=True)
+    rows = [{"precision": p, "seed": s, **values} for (p, s), values in values_of.items()]
     gaps = {}
     for metric in METRICS:
-        pairs = [[found[p, s][metric] for p in ("fp32", "bf16")] for s in options.seeds]
+        pairs = [[values_of[p, s][metric] for p in ("fp32", "bf16")] for s in options.seeds]
         mean, half = difference(np.array(pairs))
         gaps[metric] = {"mean": mean, "half": half}
         print(f"bf16 - fp32, {metric}: {mean:+.4f} +- {half:.4f} ({len(pairs)} paired seeds, 95 %)")

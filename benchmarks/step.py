@@ -29,8 +29,9 @@ from calmatch.data.batches import Batches
 from calmatch.training import loop, recipes
 from calmatch.training.config import Config
 from calmatch.training.cuda_graph import CapturedStep
-from calmatch.training.loop import _make_training, train, train_first_steps
+from calmatch.training.loop import train, train_first_steps
 from calmatch.training.setup import build_parts, describe_environment
+from calmatch.training.step import make_training
 
 MARGIN = "margin(m=10)"
 USB_MS = 61.2  # USB's FixMatch on one H200, its own configuration (fp32, four workers)
@@ -74,7 +75,7 @@ def clock(act: Callable[[], object], steps: int) -> float:
 def captured(*configs: Config, steps: int = 256) -> tuple[float, float]:
     """Milliseconds a step of all runs at once, augmentation included, and seconds to the first."""
     start = time.perf_counter()
-    engine = CapturedStep([_make_training(config, build_parts(config)) for config in configs])
+    engine = CapturedStep([make_training(config, build_parts(config)) for config in configs])
     engine.advance()
     wait()
     first = time.perf_counter() - start
@@ -128,16 +129,16 @@ class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, ...]]):
 
 
 def loader(images: torch.Tensor, views: int, batch: int, pad: int, workers: int) -> Iterator[Any]:
-    made = torch.utils.data.DataLoader(
+    loader = torch.utils.data.DataLoader(
         Pictures(images, views, pad), batch, num_workers=workers, pin_memory=True
     )
-    return iter(made)
+    return iter(loader)
 
 
 def plain(config: Config, workers: int, steps: int = 30) -> float:
     """An eager float32 step fed by Pillow workers, in milliseconds."""
     config = config.replace(precision="fp32", engine="eager", compile=False)
-    run = _make_training(config, build_parts(config))
+    run = make_training(config, build_parts(config))
     run.parts.net.to(memory_format=torch.contiguous_format)
     batches, pad = run.parts.batches, config.weak.count("crop(12)") * 8 + 4
     images = torch.randint(0, 256, (512, 3, run.parts.size, run.parts.size), dtype=torch.uint8)
@@ -201,8 +202,8 @@ def overhead(steps: int = 200) -> dict[str, float]:
 
 def on_cuda(options: argparse.Namespace, say: Callable[..., None]) -> None:
     if "end" in options.parts:
-        found = end_to_end(options.evaluations * 2048 + 2048)
-        say("ViT-S/2 FixMatch + margin, end to end", found["ms"], found)
+        times = end_to_end(options.evaluations * 2048 + 2048)
+        say("ViT-S/2 FixMatch + margin, end to end", times["ms"], times)
     base = None
     for method in options.methods if "methods" in options.parts else []:
         ms, first = captured(vit_s(method, device="cuda"))
@@ -241,8 +242,8 @@ def main() -> None:
         print(f"{name:<44} {ms:8.2f} ms   {extra}", flush=True)
 
     if "cpu" in chosen.parts:
-        found = overhead()
-        say("demo step on the CPU, loop overhead share", found["ms"], found)
+        times = overhead()
+        say("demo step on the CPU, loop overhead share", times["ms"], times)
     if cuda:
         on_cuda(chosen, say)
         print(f"USB's FixMatch on one H200 (measured before, same data size): {USB_MS} ms")

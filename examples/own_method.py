@@ -40,8 +40,7 @@ def main() -> None:
         # a penalty works with every method, because they all hand over the same kind of term
         config = calmatch.recipes.digits_40(method, penalty="margin(m=8)", steps=options.steps)
         run = calmatch.train(config, options.folder / method.split("(")[0], quiet=True)
-        found = run.result["metrics"]
-        error, ece = (100 * found[name]["value"] for name in ("error", "ece"))
+        error, ece = (100 * run.result.metrics[name].value for name in ("error", "ece"))
         print(f"{method:<32} error {error:5.1f} %   ECE {ece:4.1f} %", flush=True)
 
 

@@ -29,12 +29,12 @@ def main() -> None:
             )
             folder = options.folder / f"{'margin' if penalty else 'plain'}-{seed}"
             run = calmatch.train(config, folder, quiet=True)  # finished runs are not repeated
-            found = run.result["metrics"]
-            ece[penalty] = 100 * found["ece"]["value"]
+            metrics = run.result.metrics
+            ece[penalty] = 100 * metrics["ece"].value
             print(
                 f"seed {seed}  {penalty or 'no penalty':<12} "
-                f"error {100 * found['error']['value']:5.1f} %   ECE {ece[penalty]:4.1f} % "
-                f"({100 * found['ece']['low']:.1f} to {100 * found['ece']['high']:.1f})",
+                f"error {100 * metrics['error'].value:5.1f} %   ECE {ece[penalty]:4.1f} % "
+                f"({100 * metrics['ece'].low:.1f} to {100 * metrics['ece'].high:.1f})",
                 flush=True,
             )
         changes.append(ece["margin(m=8)"] - ece[""])

@@ -17,7 +17,7 @@ from calmatch import methods, nets
 from calmatch.model import write_model
 from calmatch.training.config import Config
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(os.environ.get("CALMATCH_GOLDEN", Path(__file__).parent / "golden"))
 torch.set_num_threads(1)  # pytest-xdist already uses every core
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -36,6 +36,13 @@ class Golden:
     def __getitem__(self, key: str) -> torch.Tensor:
         array = torch.from_numpy(np.asarray(self.arrays[key]))
         return array.double() if array.is_floating_point() else array.long()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """No test reads or fills a person's cache."""
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(ALONE, "CALMATCH_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from calmatch.files import write, write_json
+from calmatch.files import write, write_json, write_npz
 from calmatch.runs import Predicted, Run, load_run, write_examples
 from calmatch.training.config import Config
 from calmatch.training.step import measure
@@ -48,20 +47,19 @@ def made(
         seen = Predicted(log_probs, lambda rows: images[rows % len(images)])
         write_examples(folder, seen, labels, seen._replace(log_probs=unsure, files=named))
     measured = measure(log_probs, labels, resamples=20 if pictures < 2000 else 0)
-    found = {
+    entries = {
         "title": title,
         "classes": names,
         "steps": 100 * steps,
         "step": 100 * steps,
         "selected": "last",
-        "leaky": False,
         "weights": "plain",
-        "pictures": {"labelled": 40, "unlabelled": pictures, "validation": 0, "test": pictures},
+        "images": {"labelled": 40, "unlabelled": pictures, "validation": 0, "test": pictures},
         "metrics": {name: item._asdict() for name, item in measured.items()},
         "notes": [],
     }
     write_json(folder / "config.json", Config(dataset="synthetic", seed=seed).dump())
-    write_json(folder / "result.json", found | result)
+    write_json(folder / "result.json", entries | result)
     _lines(folder, steps)
     return load_run(folder)
 
@@ -70,9 +68,7 @@ def _predictions(folder: Path, log_probs: torch.Tensor, labels: torch.Tensor, fi
     arrays: dict[str, Any] = {"log_probs": log_probs.numpy(), "labels": labels.numpy()}
     if files:
         arrays["files"] = np.array([f"photos/{k} {EVIL}.jpg" for k in range(len(labels))])
-    packed = io.BytesIO()
-    np.savez_compressed(packed, **arrays)
-    write(folder / "predictions.npz", packed.getvalue())
+    write_npz(folder / "predictions.npz", **arrays)
 
 
 def _lines(folder: Path, steps: int) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from calmatch import methods, ops
 from calmatch.training.config import Config
-from calmatch.training.loop import _make_training
 from calmatch.training.setup import build_parts
+from calmatch.training.step import make_training
 
 EXEMPT = ("mixmatch", "remixmatch", "comatch")  # they mix within a rank: only run
 
@@ -35,9 +35,9 @@ def state(method: str) -> dict[str, Tensor]:
         precision="fp64",
         device="cpu",
     )
-    run = _make_training(config, build_parts(config))
+    run = make_training(config, build_parts(config))
     while run.step < config.steps:
-        run.advance(run.parts.batches[run.step])
+        run.advance()
     logged = {f"sums/{k}": ops.average(v) for k, v in run.sums.totals.items()}
     found = run.tensors() | logged
     return {k: v for k, v in found.items() if not k.endswith("num_batches_tracked")}

@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from calmatch import cli
-from conftest import calmatch
+from conftest import ALONE, calmatch
+
+
+def run_python(code, *words):
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=ALONE
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_help_answers_without_importing_anything_heavy():
-    import subprocess
-    import sys
-
     code = (
         "import sys; from calmatch.cli import main; main(['--help']); "
         "heavy = {'torch', 'numpy', 'matplotlib', 'sklearn', 'tyro'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert "calmatch COMMAND" in found.stdout
+    assert "calmatch COMMAND" in run_python(code)
+
+
+OURS = "[name for name in sys.modules if name.split('.')[0] == 'calmatch']"
+
+
+def test_a_run_loads_few_modules_and_the_import_hardly_any(tmp_path):
+    assert int(run_python(f"import sys, calmatch; print(len({OURS}))")) <= 4
+    code = (
+        "import sys; from calmatch.cli import main; "
+        "words = 'train digits_40 --steps 3 --quiet --out'.split(); "
+        f"assert main([*words, sys.argv[1]]) == 0; print(len({OURS}), *{OURS})"
+    )
+    number, *names = run_python(code, tmp_path / "run").split()
+    assert int(number) <= 38, names
 
 
 @pytest.fixture
@@ -40,10 +59,10 @@ def typed(capsys):
 
 
 def test_a_real_process_tells_a_mistake_by_its_exit_code(tmp_path):
-    found = calmatch("train", "digits_40", "--method", "freematc", "--out", tmp_path / "run")
-    assert found.returncode == 2
-    assert found.stderr.startswith("calmatch: There is no method called 'freematc'. Did you mean")
-    assert len(found.stderr.strip().splitlines()) == 1
+    answer = calmatch("train", "digits_40", "--method", "freematc", "--out", tmp_path / "run")
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("calmatch: There is no method called 'freematc'. Did you mean")
+    assert len(answer.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,27 +82,27 @@ def test_a_real_process_tells_a_mistake_by_its_exit_code(tmp_path):
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(typed, tmp_path, words, sentence):
     if words[0] == "train":
         words = [*words, "--out", str(tmp_path / "run")]
-    found = typed(*words)
-    assert found.returncode == 2
-    assert sentence in found.err
-    assert "Traceback" not in found.err
-    assert len(found.err.strip().splitlines()) == 1
+    answer = typed(*words)
+    assert answer.returncode == 2
+    assert sentence in answer.err
+    assert "Traceback" not in answer.err
+    assert len(answer.err.strip().splitlines()) == 1
 
 
 def test_an_unknown_flag_and_a_wrong_type_exit_with_2(typed):
     with pytest.raises(SystemExit) as left:
         typed("train", "digits_40", "--stepz", "5")
     assert left.value.code == 2
-    found = calmatch("train", "digits_40", "--steps", "many")
-    assert found.returncode == 2
-    assert "many" in found.stderr + found.stdout
+    answer = calmatch("train", "digits_40", "--steps", "many")
+    assert answer.returncode == 2
+    assert "many" in answer.stderr + answer.stdout
 
 
 @pytest.mark.parametrize("kind", ["methods", "datasets", "nets", "recipes", "losses", "metrics"])
 def test_lists_have_a_line_each(typed, kind):
-    found = typed(kind)
-    assert found.returncode == 0
-    lines = found.out.strip().splitlines()
+    answer = typed(kind)
+    assert answer.returncode == 0
+    lines = answer.out.strip().splitlines()
     assert lines
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
 
@@ -91,8 +110,8 @@ def test_lists_have_a_line_each(typed, kind):
 def test_a_config_file_changes_the_recipe_and_flags_change_it_again(tmp_path):
     (tmp_path / "c.yaml").write_text("steps: 7\nlr: 0.5\nmethod: flexmatch\n")
     words = ["train", "digits_40", "--config", tmp_path / "c.yaml", "--steps", "3"]
-    found = calmatch(*words, "--out", tmp_path / "run", "--quiet")
-    assert found.returncode == 0, found.stderr
+    answer = calmatch(*words, "--out", tmp_path / "run", "--quiet")
+    assert answer.returncode == 0, answer.stderr
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["steps"], config["lr"], config["method"]) == (3, 0.5, "flexmatch")
     again = calmatch("train", tmp_path / "run" / "config.json", "--out", tmp_path / "two")
@@ -115,13 +134,13 @@ def test_any_models_predictions_can_be_measured(typed, tmp_path):
         for row, label in zip(probs, labels, strict=True):
             writer.writerow([row[0], label, *row[1:]])
     words = ("--json", "--resamples", "20")
-    found = [typed("evaluate", tmp_path / name, *words) for name in ("p.npz", "p.csv")]
-    assert [one.returncode for one in found] == [0, 0]
-    first, second = (json.loads(one.out) for one in found)
+    answers = [typed("evaluate", tmp_path / name, *words) for name in ("p.npz", "p.csv")]
+    assert [one.returncode for one in answers] == [0, 0]
+    first, second = (json.loads(one.out) for one in answers)
     assert first["ece"]["value"] == pytest.approx(second["ece"]["value"])
-    shown = calmatch("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
-    assert "ece (%)" in shown
-    assert "95 %" in shown
+    table = calmatch("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
+    assert "ece (%)" in table
+    assert "95 %" in table
     assert "95 %" not in typed("evaluate", tmp_path / "p.npz", "--resamples", "0").out
 
 
@@ -137,9 +156,9 @@ def test_any_models_predictions_can_be_measured(typed, tmp_path):
 )
 def test_bad_predictions_are_named_by_row(typed, tmp_path, text, words):
     (tmp_path / "p.csv").write_text(text)
-    found = typed("evaluate", tmp_path / "p.csv")
-    assert found.returncode == 2
-    assert words in found.err
+    answer = typed("evaluate", tmp_path / "p.csv")
+    assert answer.returncode == 2
+    assert words in answer.err
 
 
 def test_files_that_are_no_predictions_are_refused(typed, tmp_path):
@@ -149,9 +168,9 @@ def test_files_that_are_no_predictions_are_refused(typed, tmp_path):
     with (tmp_path / "bare.npz").open("wb") as file:
         np.save(file, np.zeros(3))
     for name in ("pickle", "broken", "words", "bare"):
-        found = typed("evaluate", tmp_path / f"{name}.npz")
-        assert found.returncode == 2, name
-        assert len(found.err.strip().splitlines()) == 1
+        answer = typed("evaluate", tmp_path / f"{name}.npz")
+        assert answer.returncode == 2, name
+        assert len(answer.err.strip().splitlines()) == 1
     assert typed("report").returncode == 2
     assert typed("train", "digits_40", "--out", tmp_path / "broken.npz").returncode == 2
 
@@ -160,6 +179,6 @@ def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, 
     def broken(words):
         return {}["nothing"]
 
-    monkeypatch.setitem(cli.COMMANDS, "demo", broken)
+    monkeypatch.setitem(cli.COMMANDS, "demo", (broken, ""))
     assert cli.main(["demo"]) == 1
     assert "KeyError" in capsys.readouterr().err

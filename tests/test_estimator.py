@@ -59,7 +59,7 @@ def test_vectors_with_unlabelled_rows_names_pickle_and_clone(blobs):
     again = clone(made).fit(x, texts)
     np.testing.assert_array_equal(again.predict_proba(x), probs)
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(made)).predict_proba(x), probs)
-    assert len(made.judged_.labels) == 18
+    assert len(made.held_out_.labels) == 18
 
 
 def test_it_works_in_a_pipeline_and_in_cross_validation(blobs):
@@ -115,7 +115,7 @@ def test_pictures_are_learned_through_the_same_door_as_folders():
         y[np.flatnonzero(truth == k)[:6]] = k
     made = calmatch.Classifier(net="tiny", steps=40).fit(x, y)
     assert made.score(x, truth) > 0.9
-    assert made.result_["judged_on"] == "crossfit"
+    assert made.result_["held_out_on"] == "crossfit"
     np.testing.assert_allclose(made.predict_proba(x).sum(1), 1)
     back = pickle.loads(pickle.dumps(made))
     np.testing.assert_array_equal(back.predict_proba(x), made.predict_proba(x))

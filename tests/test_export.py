@@ -37,8 +37,8 @@ def same(folder, to: str, loaded: Model) -> None:
     path = export.export(loaded, folder / f"model.{to}", to)
     for n in (1, 2, 9):
         images = pictures(n, loaded.size, seed=n)
-        found, expected = run(path, to, images), loaded.probabilities(images)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        exported, expected = run(path, to, images), loaded.probabilities(images)
+        torch.testing.assert_close(exported, expected, atol=1e-4, rtol=0)
     assert not list(folder.glob(".*.part"))
 
 
@@ -46,10 +46,10 @@ def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path)
     write_random_model(tmp_path, "tiny", 4, 8)
     same(tmp_path, "onnx", calibrated(tmp_path, "isotonic", 8))
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (taken,), (given,) = session.get_inputs(), session.get_outputs()
-    assert (taken.name, taken.type, taken.shape[1:]) == ("images", "tensor(uint8)", [3, 8, 8])
-    assert isinstance(taken.shape[0], str)
-    assert (given.name, given.shape[1]) == ("probabilities", 4)
+    (entry,), (answer,) = session.get_inputs(), session.get_outputs()
+    assert (entry.name, entry.type, entry.shape[1:]) == ("images", "tensor(uint8)", [3, 8, 8])
+    assert isinstance(entry.shape[0], str)
+    assert (answer.name, answer.shape[1]) == ("probabilities", 4)
     facts = session.get_modelmeta().custom_metadata_map
     assert json.loads(facts["classes"]) == [f"class {k}" for k in range(4)]
     assert json.loads(facts["calibration"])["kind"] == "isotonic"
@@ -66,11 +66,11 @@ def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
-def test_looks_are_exported(tmp_path, to):
+def test_tta_is_exported(tmp_path, to):
     write_random_model(tmp_path, "tiny", 4, 8)
     alone = load_model(tmp_path).probabilities(pictures(9, 8))
     note = json.loads((tmp_path / "model.json").read_text())
-    note["looks"] = augment.tta_views(5, "flip|crop(2)")
+    note["tta"] = augment.tta_views(5, "flip|crop(2)")
     (tmp_path / "model.json").write_text(json.dumps(note))
     loaded = load_model(tmp_path)
     assert (loaded.probabilities(pictures(9, 8)) - alone).abs().max() > 0.01

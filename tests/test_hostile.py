@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -28,7 +29,7 @@ from calmatch.data.images import decode
 from calmatch.model import load_model
 from calmatch.predict import ImageSource, Skipped, start_ray
 from calmatch.report import build
-from calmatch.runs import RESULT_CHECKS, load_predictions, load_run
+from calmatch.runs import Result, load_predictions, load_run
 from calmatch.training import checkpoint
 from conftest import ALONE, write_random_model
 from folders import made
@@ -142,8 +143,8 @@ with checkpoint.Lines(Path(sys.argv[1]), int(sys.argv[2])) as lines:
 """
     words = [sys.executable, "-c", code, str(tmp_path), str(size)]
     assert subprocess.run(words, env=ALONE).returncode == 27  # EFBIG
-    told = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in told] == [1]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
 
 
 def test_a_full_disk_is_one_sentence(capsys):
@@ -151,9 +152,9 @@ def test_a_full_disk_is_one_sentence(capsys):
         raise OSError(28, "No space left on device", "/somewhere/metrics.jsonl")
 
     assert console.run_guarded(full) == 2
-    told = capsys.readouterr().err
-    assert "No space left on device (/somewhere/metrics.jsonl)" in told
-    assert "Traceback" not in told
+    text = capsys.readouterr().err
+    assert "No space left on device (/somewhere/metrics.jsonl)" in text
+    assert "Traceback" not in text
 
 
 def test_a_signal_that_somebody_swallows_is_repeated(monkeypatch):
@@ -169,10 +170,10 @@ def test_a_signal_that_somebody_swallows_is_repeated(monkeypatch):
         time.sleep(5)
         return 0
 
-    with pytest.raises(SystemExit) as found:
+    with pytest.raises(SystemExit) as caught:
         console.run_guarded(act)
     assert swallowed
-    assert found.value.code == 143
+    assert caught.value.code == 143
 
 
 def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
@@ -184,12 +185,9 @@ def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
 
-    with pytest.raises(console.Stopped) as found:
+    with pytest.raises(console.Stopped) as caught:
         step()
-    assert found.value.exit_code == 143
-
-
-# Bombs --------------------------------------------------------------------------------------
+    assert caught.value.exit_code == 143
 
 
 def png(width: int, height: int) -> bytes:
@@ -252,26 +250,24 @@ def test_a_zip_with_very_many_entries_is_listed_in_bounded_memory(tmp_path):
     assert list(ImageSource(path).names()) == []
 
 
-# Files that are not what they say -----------------------------------------------------------
-
 JUNK = [None, [], {}, "x", -1, 1e308, float("nan"), 10**400, [[]], {"value": "a"}, "\ud800"]
 
 
-@pytest.mark.parametrize("key", sorted(RESULT_CHECKS))
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Result)])
 def test_junk_in_a_result_is_a_sentence_or_a_page(tmp_path, key):
     run = made(tmp_path / "run", pictures=40, examples_too=False)
     for junk in JUNK:
-        files.write(run.folder / "result.json", json.dumps({**run.result, key: junk}))
+        files.write(run.folder / "result.json", json.dumps({**run.result.dump(), key: junk}))
         try:
             build([load_run(run.folder)], run.folder / "report.html")
         except ValueError as error:
-            told = str(error)
-            assert str(run.folder) in told, told
+            text = str(error)
+            assert str(run.folder) in text, text
 
 
 def test_classes_that_do_not_fit_the_predictions_are_a_sentence(tmp_path):
     run = made(tmp_path / "run", pictures=40)
-    files.write_json(run.folder / "result.json", {**run.result, "classes": ["a", "b"]})
+    files.write_json(run.folder / "result.json", {**run.result.dump(), "classes": ["a", "b"]})
     with pytest.raises(ValueError, match="that fit"):
         build([load_run(run.folder)], run.folder / "report.html")
 
@@ -301,9 +297,6 @@ def test_arrays_with_pickles_in_them_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="plain arrays"):
         load_predictions(tmp_path / "p.npz")
     assert not (tmp_path / "pwned").exists()
-
-
-# Downloads and listeners --------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ FLOORS = [
 ]
 LEVEL = {room: level for level, (_, rooms) in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, MOST_LINES, LONGEST = 75, 15_500, 600
-# plug-ins, heavy optional dependencies, and where a process starts
-ALONE_ALLOWED = {"__main__", "__init__", "cli", "bench.ray", "export"}
+MOST_FILES, MOST_LINES, LONGEST = 85, 18_500, 600  # with the rooms of the issues that are open
+# packages, where a process or a command starts, and engines that only some machines can use
+ALONE_ALLOWED = {"__main__", "__init__", "cli", "data", "training", "bench", "estimator", "export"}
+ALONE_ALLOWED |= {"training.replay", "training.cuda_graph", "bench.ray", "fit.text"}
 
 
 def module(path: Path) -> str:

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 from sklearn.metrics import log_loss
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -121,8 +122,8 @@ def test_every_metric_is_finite_bounded_and_blind_to_order(n, classes, seed, sha
 def test_certain_predictions_fall_in_the_last_bin():
     probs = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     labels = torch.tensor([0, 1, 1])
-    found = metrics.reliability(probs, labels)
-    assert found.number.tolist() == [0.0] * 14 + [3.0]
+    bins = metrics.reliability(probs, labels)
+    assert bins.number.tolist() == [0.0] * 14 + [3.0]
     assert float(metrics.ece(probs, labels)) == pytest.approx(1 / 3)
 
 
@@ -160,11 +161,10 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     for seed in range(60):
         top = 0.6 + 0.4 * torch.rand(400, generator=generator, dtype=torch.float64)
         labels = (torch.rand(400, generator=generator) > top - 0.1).long()
-        found = metrics.interval(
-            "ece", torch.stack([top, 1 - top], 1), labels, resamples=200, seed=seed
-        )
-        assert found.low <= found.value <= found.high
-        covered.append(found.low <= 0.1 <= found.high)
+        probs = torch.stack([top, 1 - top], 1)
+        value, low, high = metrics.interval("ece", probs, labels, resamples=200, seed=seed)
+        assert low <= value <= high
+        covered.append(low <= 0.1 <= high)
     assert np.mean(covered) >= 0.8
 
 
@@ -174,6 +174,14 @@ def test_summary_has_every_metric_with_its_interval_and_is_repeatable():
     assert first == second
     assert set(first) == set(metrics.METRICS)
     assert metrics.summary(probs, labels, resamples=0)["ece"].value == first["ece"].value
+
+
+@pytest.mark.parametrize(("hits", "n"), [(0, 5), (3, 7), (40, 41), (500, 1000), (9, 9)])
+def test_the_wilson_interval_is_scipys(hits, n):
+    theirs = binomtest(hits, n).proportion_ci(0.95, "wilson")
+    assert metrics.wilson(hits / n, n) == pytest.approx(theirs, abs=1e-5)
+    arrays = metrics.wilson(np.array([hits / n] * 2), np.array([n] * 2))
+    assert [end[1] for end in arrays] == list(metrics.wilson(hits / n, n))
 
 
 def test_smoothed_accuracy_is_the_kernel_regression_of_hits_on_confidence():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import calmatch
 from calmatch import methods, nets, posthoc
 from calmatch.core import Method
-from calmatch.model import KEYS_1, load_model, save_calibration
+from calmatch.model import KEYS_1, OWN_PREDICTION, load_model, save_calibration
 from calmatch.training.loop import train
 from conftest import write_random_model
 
@@ -63,7 +63,7 @@ def test_every_family_of_networks_loads(tmp_path, net, size):
 
 def test_only_methods_with_an_own_way_to_predict_are_built():
     own = {name for name, kind in methods.METHODS.items() if kind.predict is not Method.predict}
-    assert own == {"bam"}
+    assert own == set(OWN_PREDICTION)
 
 
 def test_format_1_still_loads(tmp_path):
@@ -109,11 +109,11 @@ def test_calibration_and_promises_are_kept_and_used(tmp_path):
     assert load_model(tmp_path).conformal == sets
 
 
-def test_a_model_says_the_mean_of_its_looks(tmp_path):
+def test_a_model_says_the_mean_of_its_tta_views(tmp_path):
     write_random_model(tmp_path, "tiny", 3, 8)
     images, plain = pictures(9, 8), load_model(tmp_path)
     note = json.loads((tmp_path / "model.json").read_text())
-    note["looks"] = [[0, 0, False], [0, 0, True], [2, 0, False]]
+    note["tta"] = [[0, 0, False], [0, 0, True], [2, 0, False]]
     (tmp_path / "model.json").write_text(json.dumps(note))
     padded = torch.nn.functional.pad(images.float(), (2, 2, 0, 0), mode="reflect")
     seen = [images, images.flip(-1), padded[..., 4:].to(torch.uint8)]
@@ -203,6 +203,8 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
         ({"net": "tiny(width='a')"}, "takes a whole number"),
         ({"net": "tiny(pretrained='../../secret.pth', width=8)"}, "does not fit"),
         ({"method": "nothing"}, "no method called"),
+        ({"method": "__init__"}, "no method called"),
+        ({"method": "x" * 1000}, "no method called"),
         ({"method": "bam"}, "does not fit"),
         ({"method": "bam(samples=1000000000000)"}, "does not fit|cannot be built"),
         ({"classes": ["a"]}, "classes is not"),
@@ -222,11 +224,11 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
         ({"conformal": {"score": "lac"}}, "malformed"),
         ({"selective": [1]}, "malformed"),
         ({"provenance": "x"}, "provenance is not"),
-        ({"looks": []}, "looks is not"),
-        ({"looks": [[0, 0, 0]] * 17}, "looks is not"),
-        ({"looks": [[0, 10**6, 0]]}, "looks is not"),
-        ({"looks": [[0.5, 0, 0]]}, "looks is not"),
-        ({"looks": [[0, 0, 2]]}, "looks is not"),
+        ({"tta": []}, "tta is not"),
+        ({"tta": [[0, 0, 0]] * 17}, "tta is not"),
+        ({"tta": [[0, 10**6, 0]]}, "tta is not"),
+        ({"tta": [[0.5, 0, 0]]}, "tta is not"),
+        ({"tta": [[0, 0, 2]]}, "tta is not"),
     ],
 )
 def test_a_hostile_model_json_is_one_sentence(tmp_path, monkeypatch, change, words):

@@ -76,7 +76,7 @@ def test_every_scaling_gives_log_probabilities_and_survives_json(z, y, kind):
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "identity"])
-def test_scalings_help_an_overconfident_model_on_new_pictures(kind):
+def test_scalings_help_an_overconfident_model_on_new_images(kind):
     z, y = drawn(4_000, 6, 3.0)
     scaling = posthoc.SCALINGS[kind](z[:2000], y[:2000])
     new, truth = z[2000:], y[2000:]
@@ -148,8 +148,8 @@ def test_the_prior_pays_off_with_few_labels_and_does_no_harm_with_a_thousand(hea
     assert np.mean(loss["prior"]) < np.mean(loss["likelihood"]) - 0.05
     z, y = drawn(1000, 10, heat, seed=7)
     fits = (posthoc.temperature, posthoc.crossfit_temperature)
-    found = [fit(z, y).values["temperature"] for fit in fits]
-    assert found[0] == pytest.approx(found[1], rel=0.02)
+    plain, shrunk = (fit(z, y).values["temperature"] for fit in fits)
+    assert plain == pytest.approx(shrunk, rel=0.02)
 
 
 def test_a_table_temperature_is_blind_to_a_pictures_own_label():
@@ -210,9 +210,6 @@ def test_a_malformed_scaling_is_refused_in_a_sentence(saved):
 def test_bad_logits_and_labels_are_refused(z, y, words):
     with pytest.raises(ValueError, match=words):
         posthoc.temperature(z, y)
-
-
-# Prediction sets
 
 
 @pytest.mark.parametrize("score", ["lac", "aps", "raps"])
@@ -315,16 +312,13 @@ def test_wrong_settings_of_sets_are_refused(change):
         posthoc.conformal(z.softmax(1), y, **change)
 
 
-# The promise of accuracy
-
-
 def test_a_promise_of_95_percent_needs_59_labels_without_an_error():
     assert posthoc.needed(0.95, 0.95) == 59
     assert 0.95**59 <= 0.05 < 0.95**58
     confidence = np.linspace(0.5, 1, 59)
-    found = posthoc.selective(confidence, np.ones(59))
-    assert (found.threshold, found.coverage, found.missing) == (0.5, 1.0, 0)
-    assert found.bound == pytest.approx(0.05 ** (1 / 59))
+    rule = posthoc.selective(confidence, np.ones(59))
+    assert (rule.threshold, rule.coverage, rule.missing) == (0.5, 1.0, 0)
+    assert rule.bound == pytest.approx(0.05 ** (1 / 59))
     few = posthoc.selective(confidence[:40], np.ones(40))
     assert (few.threshold, few.missing, few.labels) == (None, 19, 40)
     spoilt = posthoc.selective(confidence, confidence > 0.51)
@@ -352,11 +346,11 @@ def test_the_promise_of_accuracy_is_broken_in_at_most_one_draw_of_twenty(kind, n
     draws, broken, silent = 800, 0, 0
     for _ in range(draws):
         c = rng.random(n)
-        found = posthoc.selective(c, rng.random(n) >= _risk(kind, c))
-        if found.threshold is None:
+        rule = posthoc.selective(c, rng.random(n) >= _risk(kind, c))
+        if rule.threshold is None:
             silent += 1
             continue
-        broken += error_above[int(found.threshold * 20_000)] > 0.05
+        broken += error_above[int(rule.threshold * 20_000)] > 0.05
     assert broken / draws <= 0.05 + 2.5 * math.sqrt(0.05 * 0.95 / draws)
     if kind == "steady":
         assert silent > 0.9 * draws
@@ -379,24 +373,24 @@ def test_a_threshold_answers_ties_together_and_its_bound_holds(n, seed, levels):
     rng = np.random.default_rng(seed)
     c = np.floor(rng.random(n) * levels) / levels + (1 / levels if levels == 1 else 0)
     right = rng.random(n) < 0.98
-    found = posthoc.selective(c, right)
-    again = posthoc.load_selective(json.loads(json.dumps(found.dump())))
-    assert again == found
-    if found.threshold is None:
-        assert found.missing == max(0, 59 - n)
+    rule = posthoc.selective(c, right)
+    again = posthoc.load_selective(json.loads(json.dumps(rule.dump())))
+    assert again == rule
+    if rule.threshold is None:
+        assert rule.missing == max(0, 59 - n)
         return
-    answered = c >= found.threshold
-    assert found.coverage == answered.mean()
+    answered = c >= rule.threshold
+    assert rule.coverage == answered.mean()
     hits, k = right[answered].sum(), answered.sum()
     exact = stats.binomtest(int(hits), int(k)).proportion_ci(0.9, "exact").low  # one-sided 95 %
-    assert found.bound == pytest.approx(exact)
-    assert found.bound >= 0.95
+    assert rule.bound == pytest.approx(exact)
+    assert rule.bound >= 0.95
 
 
 @pytest.mark.parametrize("n", [59, 117, 118, 200, 1000, 50_000])
 def test_labels_without_an_error_are_always_enough(n):
-    found = posthoc.selective(np.full(n, 1.0), np.ones(n, bool))
-    assert (found.coverage, found.threshold) == (1.0, 1.0)
+    rule = posthoc.selective(np.full(n, 1.0), np.ones(n, bool))
+    assert (rule.coverage, rule.threshold) == (1.0, 1.0)
     assert posthoc.selective(np.zeros(n), np.zeros(n, bool)).threshold is None
 
 

@@ -96,10 +96,10 @@ def test_a_zip_a_folder_and_parquet_hold_the_same_rows(trained, photos, tmp_path
     loaded = load_model(trained)
     outs = [tmp_path / name for name in ("folder.csv", "zip.csv", "table.parquet")]
     for source, out in zip((photos, tmp_path / "photos.zip", photos), outs, strict=True):
-        assert predict(loaded, source, out, batch=2, quiet=True).pictures == 6
+        assert predict(loaded, source, out, batch=2, quiet=True).images == 6
     assert outs[0].read_bytes() == outs[1].read_bytes()
-    found = pyarrow.parquet.read_table(outs[2]).to_pylist()
-    for row, other in zip(read(outs[0]), found, strict=True):
+    rows = pyarrow.parquet.read_table(outs[2]).to_pylist()
+    for row, other in zip(read(outs[0]), rows, strict=True):
         assert tuple(other["set"]) == split_names(row["set"])
         assert (row["file"], row["label"]) == (other["file"], other["label"])
         assert float(row["confidence"]) == pytest.approx(other["confidence"], abs=1e-6)
@@ -107,8 +107,8 @@ def test_a_zip_a_folder_and_parquet_hold_the_same_rows(trained, photos, tmp_path
 
 
 def test_one_file_is_enough(trained, photos, tmp_path):
-    found = predict(load_model(trained), photos / "sub" / "c.jpg", tmp_path / "o.csv", quiet=True)
-    assert found.pictures == 1
+    counts = predict(load_model(trained), photos / "sub" / "c.jpg", tmp_path / "o.csv", quiet=True)
+    assert counts.images == 1
     assert [row["file"] for row in read(tmp_path / "o.csv")] == ["c.jpg"]
 
 
@@ -211,7 +211,7 @@ def test_a_file_name_that_is_not_unicode_is_shown_in_full(trained, tmp_path):
     except OSError:
         pytest.skip("this file system takes Unicode only")
     for out in ("o.csv", "o.parquet"):
-        assert predict(load_model(trained), folder, tmp_path / out, quiet=True).pictures == 1
+        assert predict(load_model(trained), folder, tmp_path / out, quiet=True).images == 1
     assert read(tmp_path / "o.csv")[0]["file"] == "caf\\xe9\n.png"
 
 
@@ -224,6 +224,36 @@ def test_without_a_promise_nothing_is_sure_and_a_line_says_so(photos, tmp_path, 
     said = capsys.readouterr().err
     assert "19 more labels are needed" in said
     assert "never calibrated" in said
+
+
+LOADED = """
+import sys
+from calmatch import cli
+code = cli.main(sys.argv[1:])
+ours = sorted(name for name in sys.modules if name.split(".")[0] == "calmatch")
+print(code, "torch" in sys.modules, *ours)
+"""
+
+
+def modules_of(*words: object) -> tuple[list[str], list[str]]:
+    """The exit code and whether torch was loaded; and the calmatch modules that a command loads."""
+    line = [sys.executable, "-c", LOADED, *map(str, words)]
+    done = subprocess.run(line, capture_output=True, text=True, env=ALONE, check=True)
+    printed = done.stdout.splitlines()[-1].split()
+    return printed[:2], printed[2:]
+
+
+def test_a_prediction_loads_few_modules_and_no_method(trained, photos, tmp_path):
+    ended, ours = modules_of("predict", trained, photos, "-o", tmp_path / "out.csv")
+    assert ended == ["0", "True"]
+    assert not any(name.startswith("calmatch.methods") for name in ours)
+    assert len(ours) <= 16, ours
+
+
+def test_help_loads_no_torch():
+    ended, ours = modules_of("--help")
+    assert ended == ["0", "False"]
+    assert len(ours) <= 16
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=5))
@@ -259,9 +289,9 @@ def test_an_interrupted_table_is_not_there(tmp_path):
 
 MEASURE = """
 import resource, sys
-from calmatch import model
+from calmatch.model import load_model
 from calmatch.predict import predict
-predict(model.load(sys.argv[1]), sys.argv[2], sys.argv[3], batch=64, workers=2, quiet=True)
+predict(load_model(sys.argv[1]), sys.argv[2], sys.argv[3], batch=64, workers=2, quiet=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_tree_in_the_readme_is_true():
+def test_the_generated_tree_and_floors_are_true():
     command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
-    assert subprocess.run(command).returncode == 0, "run make readme"
+    assert subprocess.run(command).returncode == 0, "run python tools/readme.py --tree"
 
 
 def test_every_make_target_the_readme_names_exists():
@@ -23,8 +23,8 @@ def test_every_make_target_the_readme_names_exists():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_every_picture_in_the_readme_exists():
-    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+def test_every_picture_and_page_the_readme_links_to_exists():
+    for path in re.findall(r"\]\(((?!https?:)[^)#]+)", README):
         assert (ROOT / path).is_file(), path
 
 
@@ -32,6 +32,19 @@ def test_ci_calls_only_what_the_readme_names():
     script = (ROOT / ".ci" / "run").read_text()
     for target in " ".join(re.findall(r"^make (.+)$", script, re.MULTILINE)).split():
         assert f"make {target}" in README
+
+
+def test_pages_for_newcomers_stay_short():
+    assert len(README.encode()) <= 8_000
+    assert (ROOT / "docs" / "results.md").stat().st_size <= 12_000
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 120
+
+
+def test_the_log_is_newest_first_and_its_entries_are_short():
+    entries = (ROOT / "research" / "log.md").read_text().split("\n## ")[1:]
+    dates = [entry[:10] for entry in entries]
+    assert dates == sorted(dates, reverse=True)
+    assert all(len(entry.strip().splitlines()) - 1 <= 15 for entry in entries)
 
 
 @pytest.mark.parametrize("name", METHODS)

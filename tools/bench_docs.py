@@ -28,7 +28,7 @@ def between(text: str, name: str, content: str) -> str:
     """Replace what stands between two markers."""
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     new, number = re.subn(
-        pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.S
+        pattern, lambda match: f"{match[1]}{content}\n{match[2]}", text, flags=re.S
     )
     assert number == 1, f"{PAGE} has no place for {name}"
     return new
@@ -38,8 +38,8 @@ def suites() -> str:
     """The suites with their lines and how many runs they are."""
     lines = ["| suite | what | runs |", "|---|---|---:|"]
     for name, suite in SUITES.items():
-        said = (suite.__doc__ or "").splitlines()[0]
-        lines.append(f"| `{name}` | {said} | {len(suite_cells(name)):,} |")
+        line = (suite.__doc__ or "").splitlines()[0]
+        lines.append(f"| `{name}` | {line} | {len(suite_cells(name)):,} |")
     return "\n".join(lines)
 
 
@@ -51,12 +51,12 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/digits")
     for cell in suite_cells("digits"):
         train(cell.config, folder / cell.folder)
-    found = gather_runs([folder], "digits")
-    made = markdown(build_tables(found, suite="digits")).replace("### ", "#### ")
-    PAGE.write_text(between(text, "digits", made))
+    table = gather_runs([folder], "digits")
+    page = markdown(build_tables(table, suite="digits")).replace("### ", "#### ")
+    PAGE.write_text(between(text, "digits", page))
     ASSETS.mkdir(parents=True, exist_ok=True)
     for name in DIGITS:
-        drawn = figures.draw_figure(name, figures.FIGURES[name].prepare(found))
+        drawn = figures.draw_figure(name, figures.FIGURES[name].prepare(table))
         (ASSETS / f"digits_{name}.svg").write_bytes(charts.encode(drawn, ".svg"))
     for name in PUBLISHED:
         published = figures.FIGURES[name].published

@@ -35,8 +35,8 @@ from record import put
 
 import calmatch
 from calmatch import augment, losses, methods, metrics, nets, spec
-from calmatch.bench.render import RENDERERS, tidy_csv
-from calmatch.bench.tables import build_tables, gather_runs
+from calmatch.bench.render import RENDERERS
+from calmatch.bench.tables import build_tables, gather_runs, tidy_csv
 from calmatch.data.dataset import DATASETS
 from calmatch.data.folder import match_labels, read_labels
 from calmatch.data.images import ImageFiles
@@ -272,7 +272,7 @@ def answers(chance: random.Random, work: Path) -> None:
 def pictures(chance: random.Random, work: Path) -> None:
     name, data = chance.choice(PICTURES)
     (work / name).write_bytes(bytes_of(chance, data))
-    ImageFiles(work, (name,), 8).picture(0)
+    ImageFiles(work, (name,), 8).image(0)
 
 
 def zips(chance: random.Random, work: Path) -> None:

@@ -1,12 +1,13 @@
-"""Regenerates what the README shows: the tree, the demo's and the tour's output and pictures.
+"""Regenerates parts of pages: README's demo and tour, the architecture's tree, the floors.
 
-`python tools/readme.py` rewrites it; `--tree` only the tree, `--tour` only the tour, `--check` says
-whether the tree is true.
+`python tools/readme.py` rewrites everything; `--tree` only the tree and the table of floors,
+`--tour` only the tour; `--check` says whether tree and floors are true.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -15,68 +16,101 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PACKAGE = ROOT / "src" / "calmatch"
 ASSETS = ROOT / "docs" / "assets"
 
 
+def main() -> int:
+    quick = [("docs/architecture.md", "tree", tree), ("CONTRIBUTING.md", "floors", floor_table)]
+    slow = [("README.md", "demo", demo), ("README.md", "tour", tour)]
+    if "--check" in sys.argv:
+        return int(any(renewed(page, *part) != (ROOT / page).read_text() for page, *part in quick))
+    if "--tour" in sys.argv:
+        quick, slow = [], slow[1:]
+    for page, *part in quick if "--tree" in sys.argv else quick + slow:
+        (ROOT / page).write_text(renewed(page, *part))
+    return 0
+
+
+def renewed(page: str, name: str, make) -> str:
+    """A page with what stands between `<!-- name -->` and `<!-- /name -->` made anew."""
+    place = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+    content = make()
+    text, number = re.subn(
+        place,
+        lambda match: match[1] + content + match[2],
+        (ROOT / page).read_text(),
+        flags=re.DOTALL,
+    )
+    if number != 1:
+        raise SystemExit(f"{page} has no place for {name}.")
+    return text
+
+
 def tree() -> str:
-    """Every file of the package with the first line of its docstring."""
-    lines = ["src/calmatch/"]
-    package = ROOT / "src" / "calmatch"
-    for path in sorted(package.rglob("*.py"), key=lambda p: (len(p.relative_to(package).parts), p)):
-        name = path.relative_to(package).as_posix()
-        said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
-        lines.append(f"  {name:<24} {said}")
-    return "\n".join(lines)
+    """Every file of the package with its floor and the first line of its docstring.
+
+    Methods are one line together: their page lists them.
+    """
+    level = {room: k for k, (_, rooms) in enumerate(floors()) for room in rooms.split()}
+    lines = []
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        room = name.partition("/")[0].removesuffix(".py")
+        subject = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+        if room == "methods" and path.stem != "__init__":
+            name, subject = "methods/NAME.py", "One method each: supervised to BaM, 21 files."
+        lines.append((level[room], name.replace("__init__.py", ""), subject))
+    rows = [f"{floor}  {name or '__init__.py':<24} {what}" for floor, name, what in set(lines)]
+    return "\n".join(["```text", *sorted(rows), "```"])
 
 
-def between(text: str, name: str, content: str) -> str:
-    """Replace what stands between two markers."""
-    pattern = rf"(<!-- {name} -->\n```\w*\n).*?(\n```\n<!-- /{name} -->)"
-    return re.sub(pattern, lambda found: found[1] + content + found[2], text, flags=re.DOTALL)
+def floor_table() -> str:
+    """The floors of the house, lowest first."""
+    rows = [f"| {k} | `{rooms}` | {subject} |" for k, (subject, rooms) in enumerate(floors())]
+    return "\n".join(["| level | rooms | subject |", "|---|---|---|", *rows])
+
+
+def floors() -> list[tuple[str, str]]:
+    """Subject and rooms of each floor, as the test that walks the imports has them."""
+    spec = importlib.util.spec_from_file_location("layers", ROOT / "tests" / "test_layers.py")
+    layers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layers)
+    return layers.FLOORS
 
 
 def demo() -> str:
-    """The demo's table; its picture is copied."""
+    """The demo's table; its image is copied."""
     shutil.rmtree(ROOT / "demo", ignore_errors=True)
     command = [sys.executable, "-m", "calmatch", "demo", "--quiet"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     shutil.copy(ROOT / "demo" / "reliability.png", ASSETS / "demo.png")
-    return "\n".join(line.rstrip() for line in shown.splitlines()).strip()
+    lines = "\n".join(line.rstrip() for line in output.splitlines()).strip()
+    return f"```text\n{lines}\n```"
 
 
 def tour() -> str:
-    """What `fit` says at the end of the tour, and how right it was; its page is photographed."""
-    import screenshots
-
+    """The end of `fit`'s output in the tour, and how right it was; the page is photographed."""
     shutil.rmtree(ROOT / "tour", ignore_errors=True)
     command = [sys.executable, "examples/own_pictures.py", "tour"]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    shown = subprocess.run(command, cwd=ROOT, text=True, check=True, **both).stdout
-    driver = screenshots.opened()
-    try:
-        shot = screenshots.take(driver, ROOT / "tour/run/report.html", 1120, "light", None)
-    finally:
-        driver.quit()
-    (ASSETS / "tour.png").write_bytes(screenshots.small(shot))
-    said = shown[shown.index("Of 100 new pictures") : shown.index("\nNext:")]
-    truth = shown[shown.index("In truth") :].split(", after")[0] + "."
-    paragraphs = [*said.strip().splitlines(), "", truth]
-    return "\n".join(textwrap.fill(line, 96, subsequent_indent="  ") for line in paragraphs)
+    output = subprocess.run(command, cwd=ROOT, text=True, check=True, **both).stdout
+    if shutil.which("chromium"):
+        import screenshots
 
-
-def main() -> int:
-    text = README.read_text()
-    if "--check" in sys.argv:
-        return int(between(text, "tree", tree()) != text)
-    if "--tour" not in sys.argv:
-        text = between(text, "tree", tree())
-    if not {"--tree", "--tour"} & set(sys.argv):
-        text = between(text, "demo", demo())
-    if "--tree" not in sys.argv:
-        text = between(text, "tour", tour())
-    README.write_text(text)
-    return 0
+        driver = screenshots.opened()
+        try:
+            image = screenshots.take(driver, ROOT / "tour/run/report.html", 1120, "light", None)
+        finally:
+            driver.quit()
+        (ASSETS / "tour.png").write_bytes(screenshots.small(image))
+    else:
+        print("No Chromium here: docs/assets/tour.png stays as it is.")
+    result = output[output.index("Of 100 new pictures") : output.index("\nNext:")]
+    truth = output[output.index("In truth") :].split(", after")[0] + "."
+    paragraphs = [*result.strip().splitlines(), "", truth]
+    lines = [textwrap.fill(line, 96, subsequent_indent="  ") for line in paragraphs]
+    return "\n".join(["```text", *lines, "```"])
 
 
 if __name__ == "__main__":

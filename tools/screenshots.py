@@ -53,8 +53,8 @@ def take(driver: webdriver.Chrome, page: Path, width: int, theme: str, part: str
     """One picture, as PNG."""
     size = {"width": width, "height": 1000 if width > 500 else 800, "mobile": width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "deviceScaleFactor": 1.5})
-    wishes = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
-    media = [{"name": name, "value": value} for name, value in wishes.items()]
+    features = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
+    media = [{"name": name, "value": value} for name, value in features.items()]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     driver.get(page.resolve().as_uri())
     clip: dict[str, Any] = {"x": 0, "y": 0, **{k: size[k] for k in ("width", "height")}}
@@ -65,8 +65,8 @@ def take(driver: webdriver.Chrome, page: Path, width: int, theme: str, part: str
         time.sleep(0.2)
         clip = {k: element.rect[k] for k in ("x", "y", "width", "height")}
     shot = {"captureBeyondViewport": part is not None, "clip": {**clip, "scale": 1}}
-    found = driver.execute_cdp_cmd("Page.captureScreenshot", shot)
-    return base64.b64decode(found["data"])
+    capture = driver.execute_cdp_cmd("Page.captureScreenshot", shot)
+    return base64.b64decode(capture["data"])
 
 
 def _point(driver: webdriver.Chrome, part: str) -> None:
@@ -78,11 +78,11 @@ def _point(driver: webdriver.Chrome, part: str) -> None:
 
 def small(data: bytes) -> bytes:
     """The same picture in 256 colours, a third of the bytes; thin lines keep theirs."""
-    packed = io.BytesIO()
-    picture = Image.open(io.BytesIO(data)).convert("RGB")
-    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(packed, "png", optimize=True)
-    return packed.getvalue()
+    smaller = io.BytesIO()
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(smaller, "png", optimize=True)
+    return smaller.getvalue()
 
 
 def main() -> None:

@@ -19,6 +19,58 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 console = Console(stderr=True, highlight=False)
+LONGEST_STEP = 8.0  # seconds after a signal at which a step is no longer waited for
+REPEAT_AFTER = 3.0  # seconds after which a signal is repeated that an import has swallowed
+# Faults of disks and rights, not of ours: a sentence, because a traceback would not help.
+OUTSIDE_NAMES = "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM EIO ESTALE"
+OUTSIDE_ERRORS = {getattr(errno, name) for name in OUTSIDE_NAMES.split()}
+# what torch says in a plain RuntimeError where it has no class of its own for it
+MEMORY_ERRORS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "MPS backend out of memory",
+)
+TRAINING_SETTINGS = (
+    "--batch, --ratio, --chunk (steps augmented at once), --eval-batch (pictures predicted at "
+    "once) or --memory (the share of it that pictures may take)"
+)
+MEMORY_SETTINGS = {
+    "train": TRAINING_SETTINGS,
+    "replay": "--steps, or repeat it on a larger device",
+    "predict": "--batch (pictures computed at once)",
+    "bench": "--jobs (runs at once on a device)",
+}
+_silenced = False
+
+
+def message(text: str, quiet: bool = False) -> None:
+    """A line for the person at the console."""
+    if not quiet and not _silenced:
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """A line that is never left out: something was lost."""
+    if _is_first_rank():
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def _is_first_rank() -> bool:
+    """As `ops.is_first_rank`, without torch: the command line answers at once."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Within it `message` is silent, bars are not: for a run that is a part of something larger."""
+    global _silenced
+    before, _silenced = _silenced, True
+    try:
+        yield
+    finally:
+        _silenced = before
 
 
 class ProgressBar:
@@ -27,20 +79,14 @@ class ProgressBar:
     def __init__(
         self, title: str, steps: int, start: int, quiet: bool, unit: str = "steps"
     ) -> None:
-        show = not quiet and console.is_terminal and _is_first_rank()
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not show,
-        )
-        self.show, self.start, self.began = show, start, time.monotonic()
-        self.done, self.unit = start, unit
+        self.show = not quiet and console.is_terminal and _is_first_rank()
+        self.start = self.done = start
+        self.began, self.unit = time.monotonic(), unit
         self.words: dict[str, str] = {}
+        before = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        rate, note = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[note]}")
+        columns = (*before, rate, TimeRemainingColumn(), note)
+        self.progress = Progress(*columns, console=console, disable=not self.show)
         self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
 
     def __enter__(self) -> ProgressBar:
@@ -51,6 +97,7 @@ class ProgressBar:
         self.progress.stop()
 
     def update(self, step: int) -> None:
+        """So many are done."""
         self.done = step
         if self.show and (step % 5 == 0 or step == self.progress.tasks[0].total):
             rate = (step - self.start) / max(1e-9, time.monotonic() - self.began)
@@ -71,52 +118,6 @@ class ProgressBar:
             self.progress.update(self.task, note=", ".join(self.words.values()))
 
 
-_silenced = False
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Within it `tell` is silent, bars are not: for a run that is a part of something larger."""
-    global _silenced
-    before, _silenced = _silenced, True
-    try:
-        yield
-    finally:
-        _silenced = before
-
-
-def message(text: str, quiet: bool = False) -> None:
-    """A line for the person at the console."""
-    if not quiet and not _silenced:
-        warn(text)
-
-
-def _is_first_rank() -> bool:
-    """As `ops.is_first_rank`, without torch: the command line answers at once."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def warn(text: str) -> None:
-    """A line that is never left out: something was lost."""
-    if _is_first_rank():
-        console.print(text, markup=False, soft_wrap=True)
-
-
-LONGEST_STEP = 8.0  # seconds after a signal at which a step is no longer waited for
-REPEAT_AFTER = 3.0  # seconds after which a signal is repeated that an import has swallowed
-# Faults of disks and rights, not of ours: a sentence, because a traceback would not help.
-OUTSIDE_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ESTALE,
-}
-
-
 def run_guarded(act: Callable[[], int], command: str = "") -> int:
     """Do it; mistakes are one sentence, our own faults a traceback."""
     try:
@@ -129,30 +130,57 @@ def run_guarded(act: Callable[[], int], command: str = "") -> int:
         sys.stderr.close()  # the reader of our output has gone, `| head` for example
         return 0
     except Exception as error:
-        said = _sentence(error, command)
-        if said is None:
+        sentence = _sentence(error, command)
+        if sentence is None:
             traceback.print_exc()
             return 1
-        print(f"calmatch: {said}", file=sys.stderr)
+        print(f"calmatch: {sentence}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
 
 
 def _sentence(error: Exception, command: str) -> str | None:
     """What to say of an error that is not a fault of ours."""
-    if full := memory_advice(error, command):
-        return full
+    if advice := memory_advice(error, command):
+        return advice
     if isinstance(error, OSError) and error.errno in OUTSIDE_ERRORS:
         place = f" ({error.filename})" if error.filename else ""
         whole = "What was written before is whole; the same command continues."
         return f"{error.strerror}{place}. {whole}"
-    known = hasattr(error, "exit_code") or (isinstance(error, ValueError) and raised_by_us(error))
-    return str(error) if known else None
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    ours = isinstance(error, ValueError) and raised_in.is_relative_to(Path(__file__).parent)
+    return str(error) if ours or hasattr(error, "exit_code") else None
 
 
-def raised_by_us(error: ValueError) -> bool:
-    """Whether calmatch itself raised it, as a sentence for the user."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(last.filename).is_relative_to(Path(__file__).parent)
+def memory_advice(error: Exception, command: str) -> str | None:
+    """The sentence for an error that means too little memory; None for any other."""
+    settings = MEMORY_SETTINGS.get(command, TRAINING_SETTINGS)
+    advice = f"There is not enough memory on the device; lower {settings}."
+    return advice if is_out_of_memory(error) else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means too little memory."""
+    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    said = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS)
+    return named or said or isinstance(error, MemoryError)
+
+
+def caused_by_memory(error: BaseException | None) -> bool:
+    """Whether too little memory led to it: ending a capture hides the error that broke it."""
+    return error is not None and (
+        is_out_of_memory(error) or caused_by_memory(error.__cause__ or error.__context__)
+    )
+
+
+def free_device_memory() -> None:
+    """Give back what a failed step held on the device."""
+    import gc
+
+    import torch
+
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class Stopped(Exception):
@@ -185,52 +213,50 @@ def catch_signals(*, collect: bool = False) -> Iterator[SignalQueue]:
     """Answer SIGINT and SIGTERM with `Stopped`: between steps, and elsewhere at once.
 
     A second signal ends at once too, and so does a step or an evaluation that takes too long: a
-    cluster that preempts does not wait, and the checkpoint before it is whole.
-
-    Args:
-        collect: never raise; for a caller with processes of its own to end first.
+    cluster that preempts does not wait, and the checkpoint before it is whole. With `collect`
+    nothing is raised: for a caller with processes of its own to end first.
     """
-    asked, owner, alarm = SignalQueue(), os.getpid(), signal.getsignal(signal.SIGALRM)
+    signals, owner, alarm = SignalQueue(), os.getpid(), signal.getsignal(signal.SIGALRM)
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def answer(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a worker that was forked from us
             os._exit(128 + number)
-        if number == signal.SIGALRM and not asked:  # it was set before we came
+        if number == signal.SIGALRM and not signals:  # it was set before we came
             if callable(alarm):
                 alarm(number, frame)
             return
-        again = bool(asked)
+        again = bool(signals)
         if number != signal.SIGALRM:
-            asked.append(number)
+            signals.append(number)
             signal.setitimer(signal.ITIMER_REAL, 0 if collect else LONGEST_STEP, 1.0)
-        if not collect and (again or not asked.patient):
-            raise Stopped(asked[0])
+        if not collect and (again or not signals.patient):
+            raise Stopped(signals[0])
 
-    with _handle_signals(note, asked):
-        yield asked
+    with _handle_signals(answer, signals):
+        yield signals
 
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """SIGINT and SIGTERM end any command, with exit code 130 or 143, half-written files removed."""
-    asked: list[int] = []
+    signals: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGALRM:
-            asked.append(number)
+            signals.append(number)
             signal.setitimer(signal.ITIMER_REAL, REPEAT_AFTER, REPEAT_AFTER)
-        if asked and asked[-1] == signal.SIGINT:
+        if signals and signals[-1] == signal.SIGINT:
             raise KeyboardInterrupt
-        if asked:
-            raise SystemExit(128 + asked[-1])
+        if signals:
+            raise SystemExit(128 + signals[-1])
 
-    with _handle_signals(end, asked):
+    with _handle_signals(end, signals):
         yield
 
 
 @contextmanager
 def _handle_signals(
-    answer: Callable[[int, FrameType | None], None], asked: list[int]
+    answer: Callable[[int, FrameType | None], None], signals: list[int]
 ) -> Iterator[None]:
     """Let signals and the alarm be answered; only a process's main thread may ask for that."""
     if threading.current_thread() is not threading.main_thread():
@@ -241,59 +267,7 @@ def _handle_signals(
     try:
         yield
     finally:
-        if asked:
+        if signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, old in before.items():
             signal.signal(number, old)
-
-
-# what torch says in a plain RuntimeError where it has no class of its own for it
-MEMORY_ERRORS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "MPS backend out of memory",
-)
-TRAINING_SETTINGS = (
-    "--batch, --ratio, --chunk (steps augmented at once), --eval-batch (pictures predicted at "
-    "once) or --memory (the share of it that pictures may take)"
-)
-MEMORY_SETTINGS = {
-    "train": TRAINING_SETTINGS,
-    "replay": "--steps, or repeat it on a larger device",
-    "predict": "--batch (pictures computed at once)",
-    "bench": "--jobs (runs at once on a device)",
-}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means too little memory."""
-    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
-    said = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS)
-    return named or said or isinstance(error, MemoryError)
-
-
-def free_device_memory() -> None:
-    """Give back what a failed step held on the device."""
-    import gc
-
-    import torch
-
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def caused_by_memory(error: BaseException | None) -> bool:
-    """Whether too little memory led to it: ending a capture hides the error that broke it."""
-    return error is not None and (
-        is_out_of_memory(error) or caused_by_memory(error.__cause__ or error.__context__)
-    )
-
-
-def memory_advice(error: Exception, command: str) -> str | None:
-    """The sentence for an error that means too little memory; None for any other."""
-    if not is_out_of_memory(error):
-        return None
-    return f"There is not enough memory on the device; lower {MEMORY_SETTINGS.get(command, TRAINING_SETTINGS)}."

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 
 from calmatch import ops
+
+
+class RandomStream(IntEnum):
+    """Every use of chance in a run has a stream of its own, seeded by (seed, stream, ...)."""
+
+    NET = 0
+    LABELLED_ORDER = 1
+    UNLABELLED_ORDER = 2
+    LABELLED_VIEWS = 3
+    UNLABELLED_VIEWS = 4
+    METHOD = 5
+    DROPOUT = 6
+    FEATURES = 7  # views of stored features, and the sample of unlabelled images
+    VECTORS = 8
 
 
 class Task(NamedTuple):
@@ -23,18 +38,18 @@ class Task(NamedTuple):
     unlabelled: int
     features: int
     steps: int
-    counts: tuple[int, ...]  # labelled pictures per class
+    counts: tuple[int, ...]  # labelled images per class
 
 
 class Output(NamedTuple):
-    """What every network returns for pictures [B, 3, H, W]."""
+    """What every network returns for images [B, 3, H, W]."""
 
     logits: Tensor  # [B, C]
     features: Tensor  # [B, D]
 
 
 class Batch(NamedTuple):
-    """One step's pictures, ids, time and chance; shapes never change, so the step compiles once."""
+    """One step's images, ids, time and chance; shapes never change, so the step compiles once."""
 
     x: tuple[Tensor, ...]  # one [B, 3, H, W] per entry of Method.x_views
     y: Tensor  # [B] class ids
@@ -78,9 +93,9 @@ class Method(nn.Module):
     losses: Mapping[str, str] = {"labelled": "cross_entropy", "unlabelled": "cross_entropy"}
     ema: float = 0.0
     optim: Mapping[str, Mapping[str, float]] = {}
-    turns: bool = False  # turns pictures, so that stored features cannot stand for them
+    turns: bool = False  # turns images, so that stored features cannot stand for them
     threshold: float = 0.0  # fixed confidence from which guesses are trusted; 0: none is fixed
-    picture: tuple[int, ...] = (3, 32, 32)  # shape of one picture; set before the first draws
+    image_shape: tuple[int, ...] = (3, 32, 32)  # set before the first draws
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -126,21 +141,21 @@ def apart(net: nn.Module, *views: Tensor, grad: Sequence[bool] | None = None) ->
     """
     keep = [True] * len(views) if grad is None else list(grad)
     if getattr(net, "separable", False) and not all(keep) and any(keep):
+        pairs = list(zip(views, keep, strict=True))
         with torch.no_grad():
-            aside = iter(_called(net, [v for v, kept in zip(views, keep, strict=True) if not kept]))
-        main = iter(_called(net, [v for v, kept in zip(views, keep, strict=True) if kept]))
-        return [next(main) if kept else next(aside) for kept in keep]
+            aside = iter(_call_once(net, [view for view, learns in pairs if not learns]))
+        main = iter(_call_once(net, [view for view, learns in pairs if learns]))
+        return [next(main if learns else aside) for learns in keep]
     return [
-        out if kept else Output(out.logits.detach(), out.features.detach())
-        for out, kept in zip(_called(net, views), keep, strict=True)
+        out if learns else Output(out.logits.detach(), out.features.detach())
+        for out, learns in zip(_call_once(net, views), keep, strict=True)
     ]
 
 
-def _called(net: nn.Module, views: Sequence[Tensor]) -> list[Output]:
-    together: Output = net(torch.cat(list(views)))
+def _call_once(net: nn.Module, views: Sequence[Tensor]) -> list[Output]:
     sizes = [len(view) for view in views]
-    split = zip(together.logits.split(sizes), together.features.split(sizes), strict=True)
-    return [Output(logits, features) for logits, features in split]
+    pieces = [part.split(sizes) for part in net(torch.cat(list(views)))]
+    return [Output(*both) for both in zip(*pieces, strict=True)]
 
 
 @contextmanager
@@ -172,11 +187,8 @@ class Objective(nn.Module):
         truth: Tensor | None = None,  # [unlabelled] class ids, -1 unknown: for statistics only
     ) -> None:
         super().__init__()
-        self.net = net
-        self.ema = net if ema is None else ema
-        self.method = method
-        self.labelled = labelled
-        self.unlabelled = unlabelled
+        self.net, self.ema, self.method = net, net if ema is None else ema, method
+        self.labelled, self.unlabelled = labelled, unlabelled
         self.register_buffer("truth", truth, persistent=False)
 
     def forward(self, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -184,9 +196,9 @@ class Objective(nn.Module):
         parts, plan = self.parts(batch)
         loss = torch.stack(list(parts.values())).sum()
         with torch.no_grad():
-            known = {name: part.detach() for name, part in parts.items()}
-            known |= self.statistics(plan, batch)
-        return {"loss": loss} | known, plan.state
+            values = {name: part.detach() for name, part in parts.items()}
+            values |= self.statistics(plan, batch)
+        return {"loss": loss} | values, plan.state
 
     def parts(self, batch: Batch) -> tuple[dict[str, Tensor], Plan]:
         """Every loss of the step by name, and the plan they follow."""
@@ -198,7 +210,7 @@ class Objective(nn.Module):
         return parts | plan.extra, plan
 
     def statistics(self, plan: Plan, batch: Batch) -> dict[str, Tensor]:
-        """Per-step means and counts; `log.Sums` turns their sums into shares."""
+        """Per-step means and counts; `checkpoint.Sums` turns their sums into shares."""
         if plan.unlabelled is None:
             return {"gap": _gap(plan.labelled.logits)}
         term = Term(*(part.detach() for part in plan.unlabelled))

@@ -18,14 +18,18 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from calmatch import methods, posthoc
-from calmatch.data.folder import SIZES
 from calmatch.fit import fit
-from calmatch.fit.crossval import cautious_temperature, cross_validate, log_loss
-from calmatch.fit.plan import choose_penalty
-from calmatch.model import load_model
+from calmatch.fit.crossval import (
+    cautious_temperature,
+    cross_validate,
+    freeze_vectors,
+    head_weights,
+    log_loss,
+)
+from calmatch.fit.plan import METHOD, choose_penalty
+from calmatch.model import Model, load_model
 from calmatch.options import FitOptions
 from calmatch.training.config import Config, check_config
-from calmatch.training.frozen import Head, freeze_vectors
 from calmatch.training.loop import train_in_memory
 
 Array = NDArray[Any]
@@ -39,31 +43,32 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     In y, -1 (and in arrays of objects None) means unlabelled.
 
     Args:
-        method: who teaches whom, a name of `calmatch methods`.
+        method: who teaches whom, a name of `calmatch methods`; None: the best by the labels, and
+            freematch for vectors.
         penalty: what keeps confidence in bounds, `"margin"` for example; None: as `calmatch fit`
             chooses; "": nothing.
         net: of pictures; None: a pretrained one if it can be had and they are large enough.
         frozen: of pictures; whether only the last layer learns; None: on a CPU, if pretrained.
-        looks: of pictures; looks at one whose mean a frozen network predicts; None: 5.
+        tta: of pictures; views whose mean a frozen network predicts; None: 5.
         steps: training steps; None: what `minutes` allow for pictures, 300 for vectors.
         minutes: about how long pictures may take.
         random_state: a seed.
 
     Attributes:
         classes_: class names, sorted.
-        kept_: of vectors, the method that was better by cross-fitting: `method` or supervised.
-        calibration_: the temperature found by cross-fitting.
-        judged_: out-of-fold predictions the calibration rests on; None where labels were too few.
+        kept_: of vectors, the method that was better by cross-validation: `method` or supervised.
+        calibration_: the temperature found by cross-validation.
+        held_out_: out-of-fold predictions the calibration rests on; None where labels were too few.
     """
 
     def __init__(
         self,
-        method: str = "freematch",
+        method: str | None = None,
         penalty: str | None = None,
         *,
         net: str | None = None,
         frozen: bool | None = None,
-        looks: int | None = None,
+        tta: int | None = None,
         steps: int | None = None,
         minutes: float = 2.0,
         random_state: Any = 0,
@@ -72,7 +77,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.penalty = penalty
         self.net = net
         self.frozen = frozen
-        self.looks = looks
+        self.tta = tta
         self.steps = steps
         self.minutes = minutes
         self.random_state = random_state
@@ -121,10 +126,11 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ids
 
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
-        semi = self.method.partition("(")[0] != "supervised"
+        method = self.method or METHOD
+        semi = method.partition("(")[0] != "supervised"
         steps = self.steps or 300
         config = Config(
-            method=methods.paced(self.method, steps),
+            method=methods.paced(method, steps),
             penalty=choose_penalty(self.penalty) if semi else "",
             steps=steps,
             batch=64,
@@ -138,26 +144,25 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check_config(config)
         # one scale for all features: scaling each is the caller's choice, in a Pipeline
         mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-6)
-        frozen = freeze_vectors(config, (x - mean) / std, ids, len(self.classes_))
-        split = frozen.base.split
-        self.judged_ = None
+        scaled = (x - mean) / std
+        self.held_out_ = None
         self.calibration_ = posthoc.Scaling("identity")
+        classes = len(self.classes_)
         if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
             alone = config.replace(method="supervised", penalty="")
-            tried = [
-                (cross_validate(frozen, one, split), one) for one in dict.fromkeys((config, alone))
-            ]
-            self.judged_, config = min(tried, key=lambda pair: log_loss(pair[0]))
-            known = self.judged_
+            tried = []
+            for one in dict.fromkeys((config, alone)):
+                tried.append((cross_validate(freeze_vectors(one, scaled, ids, classes)), one))
+            self.held_out_, config = min(tried, key=lambda pair: log_loss(pair[0]))
+            known = self.held_out_
             self.calibration_ = cautious_temperature(known.log_probs, known.labels, known.folds)
         self.kept_ = config.method
-        parts = frozen.parts(split, config)
+        frozen = freeze_vectors(config, scaled, ids, classes)
+        parts = frozen.parts(frozen.split)
         train_in_memory(config, parts)
-        head = parts.judged.body
-        assert isinstance(head, Head)
-        weight = head.linear.weight.detach() / std
-        self.coef_ = weight.numpy()
-        self.intercept_ = (head.linear.bias.detach() - weight @ mean).numpy()
+        weight, bias = head_weights(parts)
+        self.coef_ = (weight / std).numpy()
+        self.intercept_ = (bias - (weight / std) @ mean).numpy()
 
     def _fit_pictures(self, pictures: NDArray[np.uint8], ids: NDArray[np.int64]) -> None:
         """Through the same door as a folder: files and a CSV."""
@@ -182,8 +187,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 net=self.net,
                 frozen=self.frozen is True,
                 no_frozen=self.frozen is False,
-                looks=self.looks,
-                size=_square_size(pictures),
+                tta=self.tta,
                 steps=self.steps,
                 seed=self.seed_,
                 quiet=True,
@@ -200,7 +204,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
             if X.shape[1:] != self.shape_:
                 raise ValueError(f"Pictures were {self.shape_} in fit and are {X.shape[1:]} now.")
-            probs = self.model_.probabilities(_resized(as_bytes(X), self.model_.size))
+            probs = self.model_.probabilities(_resized(as_bytes(X), self.model_))
         else:
             X = validate_data(self, X, dtype=np.float64, reset=False)  # noqa: N806
             logits = X @ self.coef_.T.astype(np.float64) + self.intercept_
@@ -239,15 +243,11 @@ def as_bytes(x: Array) -> NDArray[np.uint8]:
     return np.ascontiguousarray(x)
 
 
-def _square_size(pictures: NDArray[np.uint8]) -> int | None:
-    """Square pictures of a usual size keep it; others get a fitting one."""
-    height, width = pictures.shape[1:3]
-    return height if height == width and height in SIZES else None
-
-
-def _resized(pictures: NDArray[np.uint8], size: int) -> Tensor:
+def _resized(pictures: NDArray[np.uint8], model: Model) -> Tensor:
     """As the files were, when they were decoded."""
     from calmatch.data.images import square_image
 
-    made = [square_image(Image.fromarray(picture), size) for picture in pictures]
+    made = [
+        square_image(Image.fromarray(picture), model.size, model.squash) for picture in pictures
+    ]
     return torch.from_numpy(np.stack(made))

@@ -19,15 +19,15 @@ from calmatch.model import Model
 
 TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilities`
 PREPROCESSING = (
-    "As calmatch.data.files.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
+    "As calmatch.data.images.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
     "{size} by Pillow's bilinear filter (antialiased), keeping the aspect; {size} x {size} cut out "
     "of the centre; uint8 [N, 3, {size}, {size}]. "
-    "Normalisation, looks and calibration are in the model."
+    "Normalisation, test-time augmentation and calibration are in the model."
 )
 
 
 class Calibrated(nn.Module):
-    """The whole of it: uint8 pictures [N, 3, size, size] to calibrated probabilities [N, C]."""
+    """The whole of it: uint8 images [N, 3, size, size] to calibrated probabilities [N, C]."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -38,13 +38,7 @@ class Calibrated(nn.Module):
 
 
 def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
-    """Write the model for another program; a file that disagrees with the model is not written.
-
-    Args:
-        model: from `calmatch.load_model`.
-        path: the file.
-        to: `onnx` or `pt2`.
-    """
+    """Write the model as `onnx` or `pt2`; a file that disagrees with the model is not written."""
     path = Path(path)
     if to not in ("onnx", "pt2"):
         raise ValueError(f"There is no export to {to!r}; known: onnx, pt2.")
@@ -60,23 +54,8 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
     return path
 
 
-def export_metadata(model: Model) -> dict[str, str]:
-    """What a program needs to know, as texts; everything but the preprocessing is JSON."""
-    promises = {key: model.note.get(key) for key in ("calibration", "conformal", "selective")}
-    facts = {
-        "classes": list(model.classes),
-        "size": model.size,
-        **promises,
-        "provenance": model.provenance,
-        "licence": model.note.get("licence"),
-        "calmatch": __version__,
-    }
-    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()}
-    return {"preprocessing": PREPROCESSING.format(size=model.size), **texts}
-
-
 def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
-    """Refuse a file whose probabilities differ from the model's, for one picture or several."""
+    """Refuse a file whose probabilities differ from the model's, for one image or several."""
     run = (_run_onnx if to == "onnx" else _run_pt2)(data)
     for some in (images, images[:1]):
         away = float((run(some) - model.probabilities(some)).abs().max())
@@ -87,19 +66,25 @@ def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
             )
 
 
-def _exported(model: Model, images: Tensor) -> Any:
-    number = torch.export.Dim("pictures", min=1)
-    with _silence_exporters():
-        return torch.export.export(
-            Calibrated(model).eval(), (images,), dynamic_shapes={"images": {0: number}}
-        )
+def export_metadata(model: Model) -> dict[str, str]:
+    """What a program needs to know, as texts; everything but the preprocessing is JSON."""
+    keys = ("calibration", "conformal", "selective", "licence")
+    facts = {"classes": list(model.classes), "size": model.size, "provenance": model.provenance}
+    facts |= {key: model.note.get(key) for key in keys} | {"calmatch": __version__}
+    texts = {key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()}
+    return {"preprocessing": PREPROCESSING.format(size=model.size), **texts}
 
 
 def _pt2(model: Model, images: Tensor) -> bytes:
-    packed = io.BytesIO()
+    content = io.BytesIO()
     with _silence_exporters():
-        torch.export.save(_exported(model, images), packed, extra_files=export_metadata(model))
-    return packed.getvalue()
+        torch.export.save(_program(model, images), content, extra_files=export_metadata(model))
+    return content.getvalue()
+
+
+def _program(model: Model, images: Tensor) -> Any:
+    shapes = {"images": {0: torch.export.Dim("pictures", min=1)}}
+    return torch.export.export(Calibrated(model).eval(), (images,), dynamic_shapes=shapes)
 
 
 def _run_pt2(data: bytes) -> Any:
@@ -116,23 +101,17 @@ def _onnx(model: Model, images: Tensor) -> bytes:
         raise ValueError(
             "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
         ) from error
+    names: Any = {"input_names": ["images"], "output_names": ["probabilities"]}
     with _silence_exporters():
-        program = torch.onnx.export(
-            _exported(model, images),
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["probabilities"],
-        )
+        program = torch.onnx.export(_program(model, images), dynamo=True, verbose=False, **names)
     assert program is not None
-    proto = program.model_proto
+    proto: Any = program.model_proto
     for key, value in export_metadata(model).items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
     if proto.ByteSize() >= 1 << 31:
         raise ValueError("ONNX files end at 2 GB, and this model is larger; use --to pt2.")
-    packed: bytes = proto.SerializeToString()
-    return packed
+    return bytes(proto.SerializeToString())
 
 
 def _run_onnx(data: bytes) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import time
@@ -15,6 +16,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+LARGEST_BYTES = {"json": 1 << 26, "npz": 1 << 32}  # bytes, of arrays when they are unpacked
+
 
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
@@ -23,16 +26,19 @@ def draft(path: Path) -> Iterator[Path]:
     other.unlink(missing_ok=True)  # a link somebody left there would be followed
     try:
         yield other
-        with other.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(other)
         other.replace(path)
     finally:
         other.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(number)
     finally:
-        os.close(folder)
+        os.close(number)
 
 
 def write(path: Path, *pieces: bytes | str | memoryview) -> None:
@@ -43,7 +49,59 @@ def write(path: Path, *pieces: bytes | str | memoryview) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write JSON that a person can read, whole or not at all."""
     write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_npz(path: Path, /, **arrays: Any) -> None:
+    """Write compressed arrays, whole or not at all."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)
+    write(path, content.getvalue())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A mapping from a JSON file; a ValueError in one sentence."""
+    try:
+        if path.stat().st_size > LARGEST_BYTES["json"]:
+            raise ValueError("it is too large")
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one mapping of names to values.")
+    return content
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz without running code, and without unpacking a bomb."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(item.file_size for item in archive.infolist()) > LARGEST_BYTES["npz"]:
+                raise ValueError("it is too large")
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except Exception as error:  # whatever zip, zlib and numpy make of a broken or hostile file
+        raise ValueError(f"{path} is not a .npz file of plain arrays: {error}.") from error
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a run folder in which a name leads out of it: writing there would follow it."""
+    if not folder.is_dir():
+        return
+    home = folder.resolve()
+    for place in (folder, folder / "checkpoint"):
+        with os.scandir(place) if place.is_dir() else nullcontext(()) as entries:
+            for entry in entries:
+                if entry.is_symlink() and not _within(entry.path, home):
+                    raise ValueError(f"{entry.path} is a link out of the run folder; remove it.")
+
+
+def _within(link: str, home: Path) -> bool:
+    try:
+        return Path(link).resolve(strict=True).is_relative_to(home)
+    except (OSError, RuntimeError):  # it leads nowhere, or to itself
+        return False
 
 
 class Busy(ValueError):
@@ -60,7 +118,7 @@ def lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
     with file:
-        _take_lock(file, folder)
+        _acquire(file, folder)
         _held_locks.add(file)
         try:
             for litter in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
@@ -70,6 +128,19 @@ def lock(folder: Path) -> Iterator[None]:
             yield
         finally:
             _held_locks.discard(file)
+
+
+def _acquire(file: IO[str], folder: Path, patience: int = 5) -> None:
+    """Lock at once, or after the moment that somebody needs to look whether it is locked."""
+    for left in reversed(range(patience)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if not left:
+                sentence = f"Another process is working in {folder}; wait or choose --out."
+                raise Busy(sentence) from error
+            time.sleep(0.02)
 
 
 def _is_alive(process: int) -> bool:
@@ -93,64 +164,3 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-def _within(link: str, home: Path) -> bool:
-    try:
-        return Path(link).resolve(strict=True).is_relative_to(home)
-    except (OSError, RuntimeError):  # it leads nowhere, or to itself
-        return False
-
-
-def refuse_links(folder: Path) -> None:
-    """Refuse a run folder in which a name leads out of it: writing there would follow it."""
-    if not folder.is_dir():
-        return
-    home = folder.resolve()
-    for place in (folder, folder / "checkpoint"):
-        with os.scandir(place) if place.is_dir() else nullcontext(()) as entries:
-            for entry in entries:
-                if entry.is_symlink() and not _within(entry.path, home):
-                    raise ValueError(f"{entry.path} is a link out of the run folder; remove it.")
-
-
-def _take_lock(file: IO[str], folder: Path, patience: int = 5) -> None:
-    """Lock at once, or after the moment that somebody needs to look whether it is locked."""
-    for left in reversed(range(patience)):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if not left:
-                raise Busy(
-                    f"Another process is working in {folder}; wait or choose --out."
-                ) from error
-            time.sleep(0.02)
-
-
-LARGEST_BYTES = {"json": 1 << 26, "npz": 1 << 32}  # bytes, of arrays when they are unpacked
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A mapping from a JSON file; a ValueError in one sentence."""
-    try:
-        if path.stat().st_size > LARGEST_BYTES["json"]:
-            raise ValueError("it is too large")
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold one mapping of names to values.")
-    return found
-
-
-def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz without running code, and without unpacking a bomb."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if sum(item.file_size for item in archive.infolist()) > LARGEST_BYTES["npz"]:
-                raise ValueError("it is too large")
-        with np.load(path, allow_pickle=False) as found:
-            return {name: found[name] for name in found.files}
-    except Exception as error:  # whatever zip, zlib and numpy make of a broken or hostile file
-        raise ValueError(f"{path} is not a .npz file of plain arrays: {error}.") from error

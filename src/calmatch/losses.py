@@ -21,6 +21,13 @@ def cross_entropy(term: Term) -> Tensor:
     return (term.weight * _cross_entropy(term)).mean()
 
 
+def _cross_entropy(term: Term) -> Tensor:
+    logp = term.logits.log_softmax(-1)
+    if term.target.ndim == 1:
+        return -logp.gather(-1, term.target[:, None])[:, 0]
+    return -(term.target * logp).sum(-1)
+
+
 def mse(term: Term) -> Tensor:
     """Squared distance of probabilities, averaged over classes (unlike the Brier metric)."""
     p = term.logits.softmax(-1)
@@ -37,10 +44,15 @@ def kl(term: Term) -> Tensor:
 def smoothing(term: Term, *, alpha: float = 0.1, where: Where = "agree") -> Tensor:
     """Cross-entropy with the target (1 - alpha) q + alpha / K inside `where`, plain outside."""
     between("alpha", alpha, 0, 1)
-    inside = _inside(term, where)
     flat = -term.logits.log_softmax(-1).mean(-1)
-    plain = _cross_entropy(term)
-    return (term.weight * torch.lerp(plain, flat, alpha * inside)).mean()
+    share = alpha * _inside(term, where)
+    return (term.weight * torch.lerp(_cross_entropy(term), flat, share)).mean()
+
+
+def _inside(term: Term, where: Where) -> Tensor:
+    """1 for the rows that `where` means, 0 for the others."""
+    agree = (term.logits.argmax(-1) == ops.ids(term.target)).to(term.weight.dtype)
+    return {"agree": agree, "disagree": 1 - agree, "all": torch.ones_like(agree)}[where]
 
 
 def focal(term: Term, *, gamma: float = 2.0, where: Where = "agree") -> Tensor:
@@ -133,21 +145,15 @@ def labels_margin(labelled: int, classes: int) -> float:
 def margins(loss: Loss, classes: int) -> list[float]:
     """The margins in a loss that `build` made."""
     parts = getattr(loss, "parts", {"": loss}).values()
-    found = [part.keywords for part in parts if getattr(part, "func", None) is margin]
+    settings = [part.keywords for part in parts if getattr(part, "func", None) is margin]
     return [
         cap_margin(own["cap"], classes) if own.get("cap") is not None else own.get("m", 10.0)
-        for own in found
+        for own in settings
     ]
 
 
 LOSSES: Mapping[str, Callable[..., Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "mse": mse,
-    "kl": kl,
-    "smoothing": smoothing,
-    "focal": focal,
-    "entropy": entropy,
-    "margin": margin,
+    loss.__name__: loss for loss in (cross_entropy, mse, kl, smoothing, focal, entropy, margin)
 }
 
 
@@ -168,29 +174,11 @@ def build(text: str, classes: int = 10, labelled: int = 0) -> Loss:
         bound = spec.bind(item, LOSSES, "loss", given=1)
         if bound.func is margin and bound.keywords.get("m") == "labels" and labelled:
             bound = functools.partial(bound, m=labels_margin(labelled, classes))
-        _try(bound, text, classes)
+        row = Term(torch.zeros(1, classes), torch.zeros(1, dtype=torch.long), torch.ones(1))
+        value = bound(row)  # so that a bad setting is an error now and not at the first step
+        if not isinstance(value, Tensor) or value.ndim:
+            raise spec.SpecError(f"The loss {text!r} does not return one number.")
         name = item.name.rpartition(".")[2]
         same = sum(key.split("#")[0] == name for key in parts)
         parts[f"{name}#{same + 1}" if same else name] = bound
     return next(iter(parts.values())) if len(parts) == 1 else Sum(parts)
-
-
-def _try(loss: functools.partial[Tensor], text: str, classes: int) -> None:
-    """Show a loss one row, so that a bad setting is an error now and not at the first step."""
-    row = Term(torch.zeros(1, classes), torch.zeros(1, dtype=torch.long), torch.ones(1))
-    value = loss(row)
-    if not isinstance(value, Tensor) or value.ndim:
-        raise spec.SpecError(f"The loss {text!r} does not return one number.")
-
-
-def _cross_entropy(term: Term) -> Tensor:
-    logp = term.logits.log_softmax(-1)
-    if term.target.ndim == 1:
-        return -logp.gather(-1, term.target[:, None])[:, 0]
-    return -(term.target * logp).sum(-1)
-
-
-def _inside(term: Term, where: Where) -> Tensor:
-    """1 for the rows that `where` means, 0 for the others."""
-    agree = (term.logits.argmax(-1) == ops.ids(term.target)).to(term.weight.dtype)
-    return {"agree": agree, "disagree": 1 - agree, "all": torch.ones_like(agree)}[where]

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from calmatch import ops, spec
 from calmatch.core import Metric
 
 SUM_TOLERANCE = 1e-3  # how far a row may be from summing to 1 (half precision rounds that much)
+ENTRIES = 1 << 24  # handled at once, so that memory stays bounded
 
 
 def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ def checked(measure: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @checked
 def error(probs: Tensor, labels: Tensor) -> Tensor:
-    """Share of pictures whose most probable class is wrong.
+    """Share of images whose most probable class is wrong.
 
     >>> round(float(error([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], [0, 1, 1])), 4)
     0.3333
@@ -71,9 +73,8 @@ def error(probs: Tensor, labels: Tensor) -> Tensor:
 
 @checked
 def top_k(probs: Tensor, labels: Tensor, *, k: int = 5) -> Tensor:
-    """Share of pictures whose class is not among the k most probable."""
-    k = min(k, probs.shape[1])
-    hit = probs.topk(k, 1).indices == labels[:, None]
+    """Share of images whose class is not among the k most probable."""
+    hit = probs.topk(min(k, probs.shape[1]), 1).indices == labels[:, None]
     return 1 - hit.any(1).to(torch.float64).mean()
 
 
@@ -112,11 +113,8 @@ def top(probs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return confidence.to(torch.float64), (guess == labels).to(torch.float64)
 
 
-ROWS = 1 << 24  # entries handled at once, so that memory stays bounded
-
-
 class Bins(NamedTuple):
-    """A reliability diagram: per bin its number of pictures, mean confidence and accuracy."""
+    """A reliability diagram: per bin its number of images, mean confidence and accuracy."""
 
     number: Tensor
     confidence: Tensor
@@ -126,29 +124,41 @@ class Bins(NamedTuple):
     def gap(self) -> Tensor:
         return (self.confidence - self.accuracy).abs()
 
+    @property
+    def mean_gap(self) -> Tensor:
+        return (self.number * self.gap).nansum() / self.number.sum()
+
 
 def reliability(probs: Any, labels: Any, bins: int = 15) -> Bins:
     """Equal-width bins (lo, hi] of the top confidence; empty ones are NaN."""
-    confidence, right = top(*check(probs, labels))
-    return _means(confidence, right, ops.bin_of(confidence, bins), bins)
+    return _equal_width(*check(probs, labels), bins)
+
+
+def _equal_width(probs: Tensor, labels: Tensor, bins: int) -> Bins:
+    confidence, right = top(probs, labels)
+    return _binned(confidence, right, ops.bin_of(confidence, bins), bins)
+
+
+def _binned(confidence: Tensor, right: Tensor, index: Tensor, bins: int) -> Bins:
+    columns = torch.stack([torch.ones_like(right), confidence, right])
+    number, conf, acc = columns.new_zeros(3, bins).index_add_(1, index, columns)
+    return Bins(number, conf / number, acc / number)
 
 
 @checked
 def ece(probs: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
-    """Expected calibration error: mean over pictures of |confidence - accuracy| of their bin.
+    """Expected calibration error: mean over images of |confidence - accuracy| of their bin.
 
     >>> round(float(ece([[0.9, 0.1], [0.2, 0.8]], [0, 0])), 4)
     0.45
     """
-    confidence, right = top(probs, labels)
-    return _expected(_means(confidence, right, ops.bin_of(confidence, bins), bins))
+    return _equal_width(probs, labels, bins).mean_gap
 
 
 @checked
 def max_ce(probs: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
     """Largest |confidence - accuracy| over the bins of `ece`."""
-    confidence, right = top(probs, labels)
-    return _means(confidence, right, ops.bin_of(confidence, bins), bins).gap.nan_to_num(0.0).max()
+    return _equal_width(probs, labels, bins).gap.nan_to_num(0.0).max()
 
 
 @checked
@@ -163,7 +173,7 @@ def adaptive_ece(probs: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
     high = (low + 1).clamp_max(n - 1)
     edges = ordered[low] + (places - low) * (ordered[high] - ordered[low])
     index = torch.bucketize(confidence, edges[1:-1].contiguous())
-    return _expected(_means(confidence, right, index, bins))
+    return _binned(confidence, right, index, bins).mean_gap
 
 
 @checked
@@ -171,11 +181,11 @@ def classwise_ece(probs: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
     """ECE of every class's probability against its frequency, averaged over all classes."""
     n, classes = probs.shape
     sums = probs.new_zeros(2, classes * bins, dtype=torch.float64)
-    for start in range(0, n, max(1, ROWS // classes)):  # blocks of rows bound the memory
-        p = probs[start : start + max(1, ROWS // classes)]
+    rows = max(1, ENTRIES // classes)
+    for p, y in zip(probs.split(rows), labels.split(rows), strict=True):
         index = ops.bin_of(p, bins) + bins * torch.arange(classes, device=p.device)
         counted = p > 0  # an exact zero claims nothing and falls in no bin
-        hit = torch.zeros_like(p).scatter_(1, labels[start : start + len(p), None], 1.0)
+        hit = torch.zeros_like(p).scatter_(1, y[:, None], 1.0)
         columns = torch.stack([p, hit * counted]).flatten(1).to(torch.float64)
         sums.index_add_(1, index.flatten(), columns)
     return (sums[0] - sums[1]).abs().sum() / (n * classes)
@@ -189,10 +199,21 @@ def debiased_ece(probs: Tensor, labels: Tensor, *, bins: int = 15) -> Tensor:
     ends = torch.tensor([len(part) for part in ordered.tensor_split(bins)]).cumsum(0)
     ends = ends[(ends > 0) & (ends < len(ordered))].to(ordered.device)
     edges = ((ordered[ends - 1] + ordered[ends]) / 2).unique()
-    means = _means(confidence, right, torch.bucketize(confidence, edges), len(edges) + 1)
+    means = _binned(confidence, right, torch.bucketize(confidence, edges), len(edges) + 1)
     noise = means.accuracy * (1 - means.accuracy) / (means.number - 1).clamp_min(1)
     squared = torch.where(means.number > 1, means.gap.square() - noise, 0.0)
     return (means.number * squared).nansum().div(len(ordered)).clamp_min(0).sqrt()
+
+
+@checked
+def ks(probs: Tensor, labels: Tensor) -> Tensor:
+    """Kolmogorov-Smirnov distance of cumulated confidence and accuracy (Gupta et al., 2021)."""
+    confidence, right = top(probs, labels)
+    ordered, order = confidence.sort()
+    walk = (right - confidence)[order].cumsum(0)
+    last = torch.ones_like(walk, dtype=torch.bool)  # tied confidences are reached together
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return (walk * last).abs().max() / len(walk)
 
 
 @checked
@@ -210,8 +231,12 @@ def smooth_width(confidence: Tensor, right: Tensor) -> tuple[float, Tensor]:
     spectrum = functools.lru_cache(lambda points: _spectrum(confidence, right, points))
 
     def error(width: float) -> Tensor:
-        points = _points(width)
-        return _smoothed_error(spectrum(points), points, width)
+        """Mean |kernel-smoothed confidence - accuracy| under the smoothed density."""
+        points, cells = _points(width), max(round(10 / width), 200)
+        mesh = torch.linspace(0, points - 1, cells, dtype=torch.float64, device=right.device)
+        residual, density = _smoothed(spectrum(points), points, width, mesh)
+        value: Tensor = residual.abs().sum() / (density + 1e-4).sum()
+        return value
 
     low, high = 0.0, 1.0
     for _ in range(10):
@@ -222,21 +247,16 @@ def smooth_width(confidence: Tensor, right: Tensor) -> tuple[float, Tensor]:
 
 
 def smooth_accuracy(confidence: Tensor, right: Tensor, width: float, at: Tensor) -> Tensor:
-    """Kernel-smoothed accuracy (NaN where no pictures are near) and density at some confidences."""
+    """Kernel-smoothed accuracy (NaN where no images are near) and density at some confidences."""
     points = _points(width)
-    smooth = _smoothed(_spectrum(confidence, right, points), points, width)
-    residual, density = _between(smooth, at.to(torch.float64) * (points - 1))
+    spectrum, mesh = _spectrum(confidence, right, points), at.to(torch.float64) * (points - 1)
+    residual, density = _smoothed(spectrum, points, width, mesh)
     accuracy = torch.where(density > 1e-6, at - residual / density, torch.nan).clamp(0, 1)
     return torch.stack([accuracy, density / len(right)])  # [2, len(at)]
 
 
 def _points(width: float) -> int:
     return max(2000, round(20 / width)) // 2 + 1
-
-
-def _length(points: int) -> int:
-    """A transform length that is fast and holds the mirrored grid and the kernel."""
-    return 1 << (4 * points - 4).bit_length()
 
 
 def _spectrum(confidence: Tensor, right: Tensor, points: int) -> Tensor:
@@ -253,6 +273,15 @@ def _spectrum(confidence: Tensor, right: Tensor, points: int) -> Tensor:
     return spectrum
 
 
+def _smoothed(spectrum: Tensor, points: int, width: float, mesh: Tensor) -> Tensor:
+    """Residual and density smoothed, linearly interpolated at places of the grid."""
+    kernel = _kernel(width, points, spectrum.device)
+    start = points - 1 + points // 2
+    smooth: Tensor = torch.fft.irfft(spectrum * kernel, _length(points))[:, start : start + points]
+    left = mesh.long().clamp_max(points - 2)
+    return torch.lerp(smooth[:, left], smooth[:, left + 1], mesh - left)
+
+
 @functools.lru_cache(maxsize=64)
 def _kernel(width: float, points: int, device: torch.device) -> Tensor:
     """Fourier transform of the Gaussian; bisection asks for few widths, bootstrapping again."""
@@ -262,63 +291,14 @@ def _kernel(width: float, points: int, device: torch.device) -> Tensor:
     return spectrum
 
 
-def _smoothed_error(spectrum: Tensor, points: int, width: float) -> Tensor:
-    """Mean |kernel-smoothed confidence - accuracy| under the smoothed density."""
-    cells = max(round(10 / width), 200)
-    mesh = torch.linspace(0, points - 1, cells, dtype=torch.float64, device=spectrum.device)
-    residual, density = _between(_smoothed(spectrum, points, width), mesh)
-    error: Tensor = residual.abs().sum() / (density + 1e-4).sum()
-    return error
+def _length(points: int) -> int:
+    """A transform length that is fast and holds the mirrored grid and the kernel."""
+    return 1 << (4 * points - 4).bit_length()
 
 
-def _smoothed(spectrum: Tensor, points: int, width: float) -> Tensor:
-    """Residual and density smoothed, on the grid."""
-    kernel = _kernel(width, points, spectrum.device)
-    smooth: Tensor = torch.fft.irfft(spectrum * kernel, _length(points))
-    start = points - 1 + points // 2
-    return smooth[:, start : start + points]
-
-
-def _between(smooth: Tensor, mesh: Tensor) -> Tensor:
-    """Linear interpolation at places of the grid."""
-    left = mesh.long().clamp_max(smooth.shape[1] - 2)
-    return torch.lerp(smooth[:, left], smooth[:, left + 1], mesh - left)
-
-
-@checked
-def ks(probs: Tensor, labels: Tensor) -> Tensor:
-    """Kolmogorov-Smirnov distance of cumulated confidence and accuracy (Gupta et al., 2021)."""
-    confidence, right = top(probs, labels)
-    ordered, order = confidence.sort()
-    walk = (right - confidence)[order].cumsum(0)
-    last = torch.ones_like(walk, dtype=torch.bool)  # tied confidences are reached together
-    last[:-1] = ordered[1:] != ordered[:-1]
-    return (walk * last).abs().max() / len(walk)
-
-
-def _means(confidence: Tensor, right: Tensor, index: Tensor, bins: int) -> Bins:
-    columns = torch.stack([torch.ones_like(right), confidence, right])
-    number, conf, acc = columns.new_zeros(3, bins).index_add_(1, index, columns)
-    return Bins(number, conf / number, acc / number)
-
-
-def _expected(means: Bins) -> Tensor:
-    return (means.number * means.gap).nansum() / means.number.sum()
-
-
+_BINNED = (ece, adaptive_ece, classwise_ece, max_ce, debiased_ece)
 METRICS: Mapping[str, Callable[..., Tensor]] = {
-    "error": error,
-    "top_k": top_k,
-    "nll": nll,
-    "brier": brier,
-    "ece": ece,
-    "adaptive_ece": adaptive_ece,
-    "classwise_ece": classwise_ece,
-    "max_ce": max_ce,
-    "debiased_ece": debiased_ece,
-    "smooth_ece": smooth_ece,
-    "ks": ks,
-    "aurc": aurc,
+    metric.__name__: metric for metric in (error, top_k, nll, brier, *_BINNED, smooth_ece, ks, aurc)
 }
 
 
@@ -335,51 +315,10 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval(
-    metric: Metric | str,
-    probs: Any,
-    labels: Any,
-    *,
-    level: float = 0.95,
-    resamples: int = 500,
-    seed: int = 0,
-) -> Interval:
-    """Bootstrap interval over pictures, corrected for the bias that resampling adds.
-
-    Resampled predictions look less calibrated than the sample (duplicates make bins noisier), so
-    plain percentiles of ECE would lie too high; the resamples are centred on the value first.
-    """
-    p, y = check(probs, labels)
-    chosen = build(metric) if isinstance(metric, str) else metric
-    return _intervals({"": chosen}, p, y, level, resamples, seed)[""]
-
-
-def _intervals(
-    chosen: Mapping[str, Metric], p: Tensor, y: Tensor, level: float, resamples: int, seed: int
-) -> dict[str, Interval]:
-    """Each resample is drawn once and measured by all metrics."""
-    raw = {name: _raw(metric) for name, metric in chosen.items()}
-    generator = torch.Generator().manual_seed(seed)
-    drawn: dict[str, list[float]] = {name: [] for name in raw}
-    for _ in range(resamples):
-        pick = torch.randint(len(y), (len(y),), generator=generator).to(p.device)
-        some, labels = p[pick], y[pick]
-        for name, metric in raw.items():
-            drawn[name].append(float(metric(some, labels)))
-    return {k: _centred(float(raw[k](p, y)), drawn[k], level) for k in raw}
-
-
-def _centred(value: float, drawn: list[float], level: float) -> Interval:
-    values = torch.tensor(drawn, dtype=torch.float64)
-    tail = (1 - level) / 2
-    ends = torch.quantile(values, values.new_tensor([tail, 1 - tail])) + (value - values.mean())
-    return Interval(value, max(0.0, min(value, float(ends[0]))), max(value, float(ends[1])))
-
-
 def summary(
     probs: Any,
     labels: Any,
-    metrics: tuple[str, ...] = tuple(METRICS),
+    metrics: tuple[str, ...] | Mapping[str, Metric] = tuple(METRICS),
     *,
     level: float = 0.95,
     resamples: int = 500,
@@ -387,11 +326,30 @@ def summary(
 ) -> dict[str, Interval]:
     """Every metric with its bootstrap interval; `resamples=0` gives the values alone."""
     p, y = check(probs, labels)
-    chosen = {name: build(name) for name in metrics}
+    chosen = metrics if isinstance(metrics, Mapping) else {name: build(name) for name in metrics}
+    raw = {name: _raw(metric) for name, metric in chosen.items()}
+    values = {name: float(metric(p, y)) for name, metric in raw.items()}
     if resamples == 0:
-        values = {name: float(_raw(metric)(p, y)) for name, metric in chosen.items()}
         return {name: Interval(value, value, value) for name, value in values.items()}
-    return _intervals(chosen, p, y, level, resamples, seed)
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[str, list[float]] = {name: [] for name in raw}
+    for _ in range(resamples):  # each is drawn once and measured by all metrics
+        pick = torch.randint(len(y), (len(y),), generator=generator).to(p.device)
+        some, truth = p[pick], y[pick]
+        for name, metric in raw.items():
+            drawn[name].append(float(metric(some, truth)))
+    return {name: _centred(value, drawn[name], level) for name, value in values.items()}
+
+
+def _centred(value: float, drawn: list[float], level: float) -> Interval:
+    """The interval of resampled values, shifted to have their mean at the value itself.
+
+    Resampled predictions look less calibrated than the sample (duplicates make bins noisier), so
+    plain percentiles of ECE would lie too high.
+    """
+    draws, tail = torch.tensor(drawn, dtype=torch.float64), (1 - level) / 2
+    ends = torch.quantile(draws, draws.new_tensor([tail, 1 - tail])) + (value - draws.mean())
+    return Interval(value, max(0.0, min(value, float(ends[0]))), max(value, float(ends[1])))
 
 
 def _raw(metric: Metric) -> Metric:
@@ -399,3 +357,21 @@ def _raw(metric: Metric) -> Metric:
     if isinstance(metric, functools.partial):
         return functools.partial(_raw(metric.func), *metric.args, **metric.keywords)
     return getattr(metric, "raw", metric)
+
+
+def interval(metric: Metric | str, probs: Any, labels: Any, **options: Any) -> Interval:
+    """A metric with its bootstrap interval over images; options are those of `summary`."""
+    chosen = build(metric) if isinstance(metric, str) else metric
+    return summary(probs, labels, {"": chosen}, **options)[""]
+
+
+def wilson(share: Any, number: Any, z: float = 1.96) -> tuple[Any, Any]:
+    """95 % interval of a share of so many, numbers or arrays.
+
+    >>> [round(float(end), 3) for end in wilson(0.5, 10)]
+    [0.237, 0.763]
+    """
+    p, n = np.asarray(share, dtype=np.float64), np.maximum(number, 1e-9)
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    spread = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return np.clip(middle - spread, 0, 1), np.clip(middle + spread, 0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +13,25 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from calmatch import augment, files, methods, nets, posthoc, spec
+from calmatch import augment, files, nets, ops, posthoc, spec
 from calmatch.core import Method, Task
 from calmatch.posthoc import Conformal, Scaling, Selective
 
+FORMAT = 2
+LICENCE = (
+    "This model is yours; calmatch claims no rights to it. The pictures and the pretrained weights "
+    "it was made from may carry licences of their own."
+)
+KEYS_1 = {"format", "net", "method", "classes", "size", "mean", "std", "versions"}
+KEYS_2 = ("calibration", "conformal", "selective", "provenance", "licence")
+LIMITS = {"size": 1024, "classes": 100_000, "name": 1000, "number": 10_000, "tta": 16}
+TIMM_FORBIDDEN = "checkpoint_path cache_dir features_only scriptable exportable no_jit".split()
+METHOD_FILES = Path(__file__).parent / "methods"  # one for each method, of its name
+OWN_PREDICTION = ("bam",)  # methods that do not predict by the network's logits alone
+
 
 class Answer(NamedTuple):
-    """What the model says of one picture."""
+    """What the model says of one image."""
 
     label: str
     confidence: float
@@ -40,6 +52,11 @@ class Model:
     provenance: dict[str, Any] = field(default_factory=dict)
     note: dict[str, Any] = field(default_factory=dict)  # model.json as it was read
 
+    @property
+    def squash(self) -> bool:
+        """Whether images are made square whole, instead of their middle being cut out."""
+        return bool(self.note.get("squash", False))
+
     def to(self, device: torch.device | str) -> Model:
         """The same model, moved."""
         self.network.to(device)
@@ -47,50 +64,41 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, images: Tensor, batch: int | None = None) -> Tensor:
-        """Uncalibrated logits [N, C] of uint8 pictures [N, 3, size, size], on the CPU.
+        """Uncalibrated logits [N, C] of uint8 images [N, 3, size, size], on the CPU.
 
-        `batch` pictures are computed together; unset: 32 on a CPU, 256 on a card.
+        `batch` images are computed together; unset: 32 on a CPU, 256 on a GPU.
         """
-        wanted = (3, self.size, self.size)
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != wanted:
+        if images.dtype != torch.uint8 or images.shape[1:] != (3, self.size, self.size):
             raise ValueError(
                 f"This model takes uint8 pictures [N, 3, {self.size}, {self.size}], "
                 f"not {images.dtype} {list(images.shape)}."
             )
         device = self.network.mean.device
-        found = [torch.empty(0, len(self.classes))]
+        logits = [torch.empty(0, len(self.classes))]
         with _full_precision():
             for some in images.split(batch or nets.batch_size(device)):
-                found.append(self.network(some.to(device)).float().cpu())
-        return torch.cat(found)
+                logits.append(self.network(some.to(device)).float().cpu())
+        return torch.cat(logits)
 
     def probabilities(self, images: Tensor, batch: int | None = None) -> Tensor:
-        """Calibrated probabilities [N, C] of uint8 pictures [N, 3, size, size], on the CPU."""
+        """Calibrated probabilities [N, C] of uint8 images [N, 3, size, size], on the CPU."""
         return self.calibration(self.logits(images, batch)).exp()
 
     def answer(self, probs: Tensor) -> list[Answer]:
-        """What to say, from calibrated probabilities [N, C].
-
-        Without a promise of accuracy nothing is sure.
-        """
-        best, label = probs.max(1)
+        """What to say, from calibrated probabilities [N, C]; nothing is sure without a promise."""
+        best, label = (values.tolist() for values in probs.max(1))
         point = self.selective.threshold if self.selective else None
-        sure = [point is not None and value >= point for value in best.tolist()]
         return [
-            Answer(self.classes[k], confidence, names, certain)
-            for k, confidence, names, certain in zip(
-                label.tolist(), best.tolist(), self._sets(probs), sure, strict=True
-            )
+            Answer(self.classes[k], confidence, names, point is not None and confidence >= point)
+            for k, confidence, names in zip(label, best, self._sets(probs), strict=True)
         ]
 
-    def _sets(self, probs: Tensor) -> Iterator[tuple[str, ...]]:
+    def _sets(self, probs: Tensor) -> list[tuple[str, ...]]:
         if self.conformal is None:
-            yield from [()] * len(probs)
-            return
+            return [()] * len(probs)
         order = probs.sort(dim=1, descending=True, stable=True).indices
-        inside = self.conformal.sets(probs).gather(1, order)
-        for ids, kept in zip(order, inside, strict=True):
-            yield tuple(self.classes[k] for k in ids[kept].tolist())
+        pairs = zip(order, self.conformal.sets(probs).gather(1, order), strict=True)
+        return [tuple(self.classes[k] for k in ids[mask].tolist()) for ids, mask in pairs]
 
 
 @contextmanager
@@ -109,35 +117,27 @@ def load_model(
 ) -> Model:
     """The model in a run folder; no code of it is run, and nothing is downloaded.
 
-    Args:
-        folder: holds model.safetensors and model.json.
-        device: where to compute.
-        trust: import a network or method that model.json names by a dotted name.
+    `trust` imports a network or method that model.json names by a dotted name.
     """
     folder = Path(folder)
     files.refuse_links(folder)
+    ops.keep_freed_memory()
     note = read_model_json(folder / "model.json")
-    classes = tuple(note["classes"])
-    network = read_network(folder / "model.safetensors", note, trust)
-    parts = {key: note.get(key) for key in ("calibration", "conformal", "selective")}
-    scaling = Scaling("identity")
-    if parts["calibration"] is not None:
-        scaling = posthoc.load_scaling(parts["calibration"])
-    if scaling.kind == "vector" and len(scaling.values["factor"]) != len(classes):
+    network = _read_network(folder / "model.safetensors", note, trust)
+    readers: dict[str, Callable[..., Any]] = {
+        "calibration": posthoc.load_scaling,
+        "conformal": posthoc.load_conformal,
+        "selective": posthoc.load_selective,
+    }
+    entries = {key: note[key] for key in readers if note.get(key) is not None}
+    parts: dict[str, Any] = {key: readers[key](entry) for key, entry in entries.items()}
+    scaling: Scaling = parts.get("calibration", Scaling("identity"))
+    if scaling.kind == "vector" and len(scaling.values["factor"]) != len(note["classes"]):
         raise ValueError(f"The calibration in {folder} is for another number of classes.")
-    conformal, selective = parts["conformal"], parts["selective"]
-    model = Model(
-        network=network.eval().requires_grad_(False),
-        classes=classes,
-        size=note["size"],
-        calibration=scaling,
-        conformal=None if conformal is None else posthoc.load_conformal(conformal),
-        selective=None if selective is None else posthoc.load_selective(selective),
-        provenance=note.get("provenance") or {},
-        note=note,
-    )
-    model.network.to(memory_format=torch.channels_last)  # twice as fast on a CPU
-    return model.to(device)
+    network.requires_grad_(False)
+    network.to(memory_format=torch.channels_last)  # twice as fast on a CPU
+    parts |= {"provenance": note.get("provenance") or {}, "note": note}
+    return Model(network, tuple(note["classes"]), note["size"], **parts).to(device)
 
 
 def save_calibration(
@@ -162,26 +162,8 @@ def save_calibration(
     files.write_json(folder / "model.json", note)
 
 
-FORMAT = 2
-LICENCE = (
-    "This model is yours; calmatch claims no rights to it. The pictures and the pretrained weights "
-    "it was made from may carry licences of their own."
-)
-KEYS_1 = {"format", "net", "method", "classes", "size", "mean", "std", "versions"}
-KEYS_2 = ("calibration", "conformal", "selective", "provenance", "licence")
-LIMITS = {"size": 1024, "classes": 100_000, "name": 1000, "number": 10_000, "tta": 16}
-TIMM_FORBIDDEN = (
-    "checkpoint_path",
-    "cache_dir",
-    "features_only",
-    "scriptable",
-    "exportable",
-    "no_jit",
-)
-
-
 class Network(nn.Module):
-    """Bytes [N, 3, size, size] to logits [N, C], normalisation and looks included."""
+    """Bytes [N, 3, size, size] to logits [N, C], normalisation and tta included."""
 
     mean: Tensor
     std: Tensor
@@ -192,15 +174,15 @@ class Network(nn.Module):
         method: Method | None,
         mean: Any,
         std: Any,
-        at: Sequence[augment.View] = (augment.PLAIN,),
+        tta: Sequence[augment.View] = (augment.PLAIN,),
     ) -> None:
         super().__init__()
-        self.net, self.method, self.at = net, method, at
+        self.net, self.method, self.tta = net, method, tta
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([self._logits(look(images)) for look in self.at]).mean(0)
+        return torch.stack([self._logits(view(images)) for view in self.tta]).mean(0)
 
     def _logits(self, images: Tensor) -> Tensor:
         x = augment.normalise(images, self.mean, self.std)
@@ -216,8 +198,8 @@ def write_model(
     """Write model.safetensors and model.json; `entries` are its keys."""
     tensors = {f"net/{k}": v for k, v in network.state_dict().items()}
     tensors |= {f"method/{k}": v for k, v in (memory.state_dict() if memory else {}).items()}
-    held = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    files.write(folder / "model.safetensors", safetensors.torch.save(held))
+    copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    files.write(folder / "model.safetensors", safetensors.torch.save(copies))
     later = dict.fromkeys(KEYS_2) | {"provenance": {}, "licence": LICENCE}
     files.write_json(folder / "model.json", {"format": FORMAT} | entries | later | entries)
 
@@ -232,15 +214,13 @@ def read_model_json(path: Path) -> dict[str, Any]:
     if note.get("format") not in (1, FORMAT):
         raise ValueError(f"{path} is not a model of format 1 or {FORMAT}; update calmatch?")
     keys = KEYS_1 if note["format"] == 1 else KEYS_1 | set(KEYS_2)
-    if odd := sorted(keys ^ set(note) - {"looks"}):
+    if odd := sorted(keys ^ set(note) - {"tta", "squash"}):
         raise ValueError(f"{path}: the entry {odd[0]!r} is missing or not known.")
-    for key, fine in _CHECKS.items():
-        if not fine(note[key]):
+    for key, fits in _CHECKS.items():
+        if key in note and not fits(note[key]):
             raise ValueError(f"{path}: {key} is not what it should be.")
-    if "looks" in note and not _are_tta(note["looks"], note["size"]):
-        raise ValueError(f"{path}: looks is not what it should be.")
-    if not isinstance(note.get("provenance", {}), dict | None):
-        raise ValueError(f"{path}: provenance is not what it should be.")
+    if any(abs(part) >= note["size"] for view in note.get("tta", ()) for part in view[:2]):
+        raise ValueError(f"{path}: tta is not what it should be.")
     return note
 
 
@@ -254,40 +234,43 @@ def _are_classes(names: Any) -> bool:
     )
 
 
-def _are_tta(found: Any, size: int) -> bool:
+def _are_tta(views: Any) -> bool:
     return (
-        isinstance(found, list)
-        and 1 <= len(found) <= LIMITS["tta"]
-        and all(isinstance(one, list) and len(one) == 3 and one[2] in (0, 1) for one in found)
-        and all(type(part) is int and abs(part) < size for one in found for part in one[:2])
+        isinstance(views, list)
+        and 1 <= len(views) <= LIMITS["tta"]
+        and all(isinstance(view, list) and len(view) == 3 and view[2] in (0, 1) for view in views)
+        and all(type(part) is int for view in views for part in view[:2])
     )
 
 
-def _are_three(values: Any) -> bool:
+def _are_three(values: Any, least: float = -1e6) -> bool:
     return (
         isinstance(values, list)
         and len(values) == 3
-        and all(type(v) in (int, float) and abs(v) < 1e6 for v in values)
+        and all(type(v) in (int, float) and least < v < 1e6 for v in values)
     )
 
 
-_CHECKS: Mapping[str, Any] = {
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "classes": _are_classes,
     "size": lambda value: type(value) is int and 1 <= value <= LIMITS["size"],
     "mean": _are_three,
-    "std": lambda values: _are_three(values) and min(values) > 1e-6,
+    "std": lambda values: _are_three(values, 1e-6),
     "net": lambda text: isinstance(text, str),
     "method": lambda text: isinstance(text, str),
+    "tta": _are_tta,
+    "squash": lambda value: isinstance(value, bool),
+    "provenance": lambda facts: isinstance(facts, dict | None),
 }
 
 
-def read_network(path: Path, note: Mapping[str, Any], trust: bool) -> Network:
+def _read_network(path: Path, note: Mapping[str, Any], trust: bool) -> Network:
     """Built without memory first and compared with the file's shapes, then for real."""
-    text = safe_net_spec(note["net"], trust)
-    kind = _find_method(note["method"], trust)
+    text = _safe_net_spec(note["net"], trust)
+    own = _predicts_itself(note["method"], trust)
     try:
         with torch.device("meta"):
-            sketch = _build_network(text, note, kind)
+            sketch = _build_network(text, note, own)
             logits = sketch(torch.empty(1, 3, note["size"], note["size"], dtype=torch.uint8))
     except spec.SpecError:
         raise
@@ -297,51 +280,22 @@ def read_network(path: Path, note: Mapping[str, Any], trust: bool) -> Network:
         raise ValueError(f"The network {note['net']!r} does not give one logit for each class.")
     tensors = _read_tensors(path, sketch.state_dict())
     with torch.random.fork_rng(devices=[]):
-        network = _build_network(text, note, kind)
+        network = _build_network(text, note, own)
     network.load_state_dict(tensors)
     return network.float()
 
 
-def _build_network(text: str, note: Mapping[str, Any], kind: type[Method]) -> Network:
-    classes = len(note["classes"])
-    body = nets.build(text, classes, note["size"])
-    method = None
-    heads: dict[str, nn.Module] = {}
-    if kind.predict is not Method.predict:
-        width = body.eval()(torch.empty(1, 3, note["size"], note["size"])).features.shape[1]
-        method = methods.build(note["method"], Task(classes, 1, 1, width, 1, (1,) * classes))
-        heads = method.heads()
-    at = augment.read_tta(note.get("looks", [augment.PLAIN]))
-    return Network(nets.Net(body, heads), method, note["mean"], note["std"], at).eval()
-
-
-def _find_method(text: str, trust: bool) -> type[Method]:
-    name = spec.parse(text).name
-    if "." in name and not trust:
-        raise _untrusted(name)
-    return methods.find(text)
-
-
-def _untrusted(name: str) -> ValueError:
-    return ValueError(
-        f"This model needs the code {name!r}, which is not imported from a model file; "
-        f"add --trust if it is yours."
-    )
-
-
-def safe_net_spec(text: str, trust: bool = False) -> str:
+def _safe_net_spec(text: str, trust: bool) -> str:
     """A network's spec without anything that would import, download or read a file."""
     item = spec.parse(text)
     known, in_timm = item.name in nets.NETS, item.name.startswith("timm.")
     if not (known or in_timm or trust):
-        raise (
-            _untrusted(item.name)
-            if "." in item.name
-            else spec.SpecError(
-                f"There is no net called {item.name!r}.{spec.nearest(item.name, nets.NETS)}"
-            )
-        )
+        _refuse_import(item.name)
+        known_names = spec.nearest(item.name, nets.NETS)
+        raise spec.SpecError(f"There is no net called {item.name!r}.{known_names}")
     settings = {k: v for k, v in item.kwargs.items() if not k.startswith("pretrained")}
+    if item.name == "embedded" and isinstance(settings.get("on"), str):
+        settings["on"] = _safe_net_spec(settings["on"], trust)
     if in_timm and (own := [key for key in settings if key in TIMM_FORBIDDEN]):
         raise ValueError(f"A model file must not set {own[0]!r} of timm.")
     if item.name == "timm" or not all(map(_is_plain, [*item.args, *settings.values()])):
@@ -349,6 +303,14 @@ def safe_net_spec(text: str, trust: bool = False) -> str:
     if in_timm or item.name in nets.LITE:
         settings["pretrained"] = False
     return spec.write(item._replace(kwargs=settings))
+
+
+def _refuse_import(name: str) -> None:
+    if "." in name:
+        raise ValueError(
+            f"This model needs the code {name!r}, which is not imported from a model file; "
+            f"add --trust if it is yours."
+        )
 
 
 def _is_plain(value: Any) -> bool:
@@ -361,29 +323,50 @@ def _is_plain(value: Any) -> bool:
     return value is None
 
 
+def _predicts_itself(text: str, trust: bool) -> bool:
+    """Whether a method predicts in its own way; the others' code is not even imported."""
+    name = spec.parse(text).name
+    if not trust:
+        _refuse_import(name)
+    if name in {path.stem for path in METHOD_FILES.glob("[a-z]*.py")} - {*OWN_PREDICTION}:
+        return False
+    from calmatch import methods
+
+    return methods.find(text).predict is not Method.predict
+
+
+def _build_network(text: str, note: Mapping[str, Any], own: bool) -> Network:
+    classes = len(note["classes"])
+    body = nets.build(text, classes, note["size"])
+    method, heads = None, {}
+    if own:
+        from calmatch import methods
+
+        width = body.eval()(torch.empty(1, 3, note["size"], note["size"])).features.shape[1]
+        method = methods.build(note["method"], Task(classes, 1, 1, width, 1, (1,) * classes))
+        heads = method.heads()
+    tta = augment.read_tta(note.get("tta", [augment.PLAIN]))
+    return Network(nets.Net(body, heads), method, note["mean"], note["std"], tta).eval()
+
+
 def _read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the network needs from the file, after its names and shapes are known to fit."""
+    stored = {name: name.replace(".", "/", 1) for name in wanted}  # net/..., method/...
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             names = set(file.keys())
-            for name, like in wanted.items():
-                stored = _stored_name(name)
-                if stored not in names or file.get_slice(stored).get_shape() != list(like.shape):
-                    raise ValueError(f"{path} does not fit the network in model.json: {stored}.")
-            tensors = {name: file.get_tensor(_stored_name(name)) for name in wanted}
+            for name, key in stored.items():
+                fits = key in names and file.get_slice(key).get_shape() == list(wanted[name].shape)
+                if not fits:
+                    raise ValueError(f"{path} does not fit the network in model.json: {key}.")
+            tensors = {name: file.get_tensor(key) for name, key in stored.items()}
     except FileNotFoundError as error:
         raise ValueError(f"There is no {path}.") from error
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path} is not a safetensors file, so it is not read.") from error
     for name, tensor in tensors.items():
         if tensor.is_floating_point() != wanted[name].is_floating_point():
-            raise ValueError(f"{path}: {_stored_name(name)} has the wrong type, {tensor.dtype}.")
+            raise ValueError(f"{path}: {stored[name]} has the wrong type, {tensor.dtype}.")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{path}: {_stored_name(name)} holds NaN or infinite numbers.")
+            raise ValueError(f"{path}: {stored[name]} holds NaN or infinite numbers.")
     return tensors
-
-
-def _stored_name(name: str) -> str:
-    """The name in the file of a tensor of `Network`."""
-    owner, _, rest = name.partition(".")
-    return f"{owner}/{rest}"

@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from calmatch.training.config import Config
-
 
 @dataclass
 class DemoOptions:
@@ -36,10 +34,10 @@ class FitOptions:
     """About how long it may take; turned into a number of steps once, by measuring."""
     start: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """A model to start from, made by fit or train, with new labels or pictures."""
-    method: str = "freematch"
-    """Who teaches whom: a name of `calmatch methods`."""
+    method: str | None = None
+    """Who teaches whom: a name of `calmatch methods`; unset: the best of several, by the labels."""
     penalty: str | None = None
-    """What keeps confidence in bounds while learning; unset: margin(cap=0.98), with several looks
+    """What keeps confidence in bounds while learning; unset: margin(cap=0.98), with --tta
     margin(cap=0.995); "": nothing."""
     net: str | None = None
     """The network: a name of `calmatch nets`; unset: a pretrained one if it can be had."""
@@ -48,14 +46,14 @@ class FitOptions:
     no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """All layers learn: the default on a GPU with three labels of every class, or where nothing is
     pretrained."""
-    looks: int | None = None
-    """Looks at a picture whose mean a frozen network predicts; unset: 5; 1 predicts faster."""
+    tta: int | None = None
+    """Test-time augmentation: a frozen network predicts the mean of so many views; unset: 5."""
     size: int | None = None
     """Pixels of a side in training; unset: from the pictures."""
     steps: int | None = None
     """Training steps instead of --minutes."""
     hold: float | None = None
-    """Share of the labels to hold out and judge on; unset: cross-fitting where labels are few."""
+    """Share of the labels to hold out and evaluate on; unset: cross-validation of few."""
     weak: str | None = None
     """The weak view: transforms joined by |; unset: mirrored and shifted."""
     strong: str | None = None
@@ -82,25 +80,6 @@ class FitOptions:
         """JSON of what decides the result; absolute paths: the same folder is the same option."""
         fields = {k: v for k, v in vars(self).items() if k not in ("out", "quiet")}
         return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in fields.items()}
-
-
-@dataclass
-class TrainOptions:
-    """One run. RECIPE comes first: a name of `calmatch recipes`, or a config file to repeat."""
-
-    run: Annotated[Config, tyro.conf.arg(name="")]
-    out: Path | None = None
-    """The run folder; the same line again continues it."""
-    together: int = 1
-    """Train this many seeds side by side on one device, from --seed on; a folder each in --out."""
-    data_root: Path | None = None
-    """Where datasets are; also CALMATCH_DATA."""
-    config: Path | None = None
-    """JSON or YAML with fields that change the recipe; flags change them again."""
-    trust: bool = False
-    """Import code that the config file names."""
-    quiet: bool = False
-    """No progress bar and no lines."""
 
 
 @dataclass
@@ -216,7 +195,7 @@ class BenchOptions:
     address: str | None = None
     """The Ray cluster's address; by default Ray starts on this machine."""
     jobs: int = 0
-    """Runs at once on a device (card, or CPU); 0: three seeds a card, one a core."""
+    """Runs at once on a device (GPU, or CPU); 0: three seeds a GPU, one a core."""
     minutes: float = math.inf
     """Stop after so long, by checkpoint; a run that would not be done by then is not begun."""
     only: str = ""
@@ -229,8 +208,8 @@ class BenchOptions:
     """Where datasets are; also CALMATCH_DATA."""
     steps: int | None = None
     """Fewer steps than published, to try a suite out; choose another --out for that."""
-    protocol: Literal["honest", "paper"] | None = None
-    """Which weights count in every run; paper: the best on the TEST set. Leaky."""
+    protocol: Literal["held-out", "paper"] | None = None
+    """Which weights count in every run; paper: the best on the TEST set."""
     quiet: bool = False
     """No live table and no lines but the summary."""
 
@@ -265,3 +244,12 @@ class FigureOptions:
     """The class whose logits are shown (figure logits)."""
     published: bool = False
     """Draw the paper's own numbers (figures ranks, critical and radar); needs no runs."""
+
+
+def __getattr__(name: str) -> Any:
+    """The options of `train` stand beside the config they hold, which predicting does without."""
+    if name != "TrainOptions":
+        raise AttributeError(name)
+    from calmatch.training.config import TrainOptions
+
+    return TrainOptions

@@ -16,34 +16,110 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from calmatch import console, files
-from calmatch.data.images import SUFFIXES, ImageFiles
+from calmatch.data.images import SUFFIXES, ImageFiles, Skipped
 from calmatch.model import Model
 
-LARGEST_FILE = 1 << 28  # bytes of one file; larger ones are not pictures
+LARGEST_FILE = 1 << 28  # bytes of one file; larger ones are not images
 SHOWN = 10  # skipped files that are named on the console
+REMEMBERED = 100  # skipped files that are remembered; all are written
+TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
+ROW_GROUP = 16_384  # rows of one Parquet row group
+RAY_BLOCKS = 1000  # pieces of work that Ray keeps track of
 
 
-class Skipped(NamedTuple):
-    """A file that is not predicted, and why."""
+class Answered(NamedTuple):
+    """What the model says of one file."""
 
     file: str
-    reason: str
+    label: str
+    confidence: float
+    set: tuple[str, ...]
+    sure: bool
 
 
 class Counts(NamedTuple):
     """What came of it."""
 
-    pictures: int
+    images: int
     sure: int
     skipped: int
     out: Path
+
+
+def predict(
+    model: Model,
+    images: Path | str,
+    out: Path | str,
+    *,
+    batch: int = 256,
+    workers: int = 0,
+    strict: bool = False,
+    engine: str = "local",
+    address: str | None = None,
+    quiet: bool = False,
+) -> Counts:
+    """Write a table of answers (file, label, confidence, set, sure), .csv or .parquet.
+
+    Args:
+        model: from `calmatch.load_model`.
+        images: a folder (and those in it), a .zip, or one file.
+        out: the table; it appears when it is whole.
+        batch: images held in memory at once, twice.
+        workers: threads that decode; 0: one for each core.
+        strict: stop at a file that cannot be decoded, instead of skipping it.
+        engine: `local`, or `ray` for a cluster whose nodes all see `images`.
+        address: of the Ray cluster; by default one is started here.
+        quiet: no progress bar and no lines.
+    """
+    if batch < 1 or workers < 0:
+        raise ValueError("--batch must be at least 1 and --workers at least 0.")
+    source, out = ImageSource(Path(images)), Path(out)
+    total = sum(1 for _ in source.names())
+    if total == 0:
+        raise ValueError(f"There are no pictures in {source.path} ({', '.join(SUFFIXES)}).")
+    if engine == "ray":
+        rows = predict_on_ray(model, source, batch, address, quiet)
+    else:
+        rows = predict_locally(model, source, batch, workers)
+    answered = sure = skipped = 0
+    bar = console.ProgressBar("Pictures", total, 0, quiet, "pictures")
+    with open_table(out) as table, bar:
+        for row in rows:
+            bar.advance(1)
+            if isinstance(row, Answered):
+                table.write(row)
+                answered, sure = answered + 1, sure + row.sure
+                continue
+            if strict:
+                raise ValueError(f"{row.file}: {row.reason} Leave out --strict to skip such files.")
+            table.skip(*row)
+            skipped += 1
+        if answered == 0:
+            file, reason = table.skipped[0]
+            raise ValueError(f"No picture in {source.path} can be decoded; {file}: {reason}")
+    counts = Counts(answered, sure, skipped, out)
+    for line in _summarise(model, counts, table.skipped[:SHOWN]):
+        console.message(line, quiet)
+    return counts
+
+
+def _summarise(model: Model, counts: Counts, skipped: list[Skipped]) -> Iterator[str]:
+    yield from (f"Skipped {valid_text(file)}: {reason}" for file, reason in skipped)
+    if counts.skipped:
+        yield f"{counts.skipped} files were skipped; all are in {skipped_path(counts.out)}."
+    if model.note.get("calibration") is None:
+        yield "This model was never calibrated: confidence is the network's own."
+    yield f"{counts.images} pictures, {counts.sure} sure: {counts.out}"
+    point = model.selective
+    if point is None or point.threshold is None:
+        more = f"; {point.missing} more labels are needed" if point and point.missing else ""
+        yield f"Nothing is called sure: this model promises no accuracy{more}."
 
 
 @dataclass(frozen=True)
@@ -73,17 +149,19 @@ class ImageSource:
         else:
             raise ValueError(f"{self.path} is neither a folder, nor a .zip, nor a picture.")
 
-    def chunks(self, size: int) -> Iterator[list[str | Skipped]]:
+    def chunks(self, size: int) -> Iterator[tuple[list[str], list[Skipped]]]:
+        """So many names at a time: those to decode, and those to skip."""
         names = self.names()
         while chunk := list(itertools.islice(names, size)):
-            yield chunk
+            good = [name for name in chunk if isinstance(name, str)]
+            yield good, [name for name in chunk if isinstance(name, Skipped)]
 
 
 def _walk_images(folder: Path, root: Path, below: str) -> Iterator[str | Skipped]:
-    """Pictures in a folder and under it; hidden ones and links out of the folder are left out."""
+    """Images in a folder and under it; hidden ones and links out of the folder are left out."""
     try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
     except OSError as error:
         if not below:
             raise ValueError(f"{folder} cannot be opened: {error.strerror}.") from error
@@ -108,44 +186,59 @@ def _unfit(path: Path, root: Path) -> str:
         facts = path.stat()
     except OSError as error:
         return f"it cannot be opened ({error.strerror})"
-    if not stat.S_ISREG(facts.st_mode):
-        return "it is not a regular file"
-    return f"it is larger than {LARGEST_FILE >> 20} MiB" if facts.st_size > LARGEST_FILE else ""
+    return _too_large(facts.st_size) if stat.S_ISREG(facts.st_mode) else "it is not a regular file"
+
+
+def _too_large(size: int) -> str:
+    return f"it is larger than {LARGEST_FILE >> 20} MiB" if size > LARGEST_FILE else ""
 
 
 def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
     try:
         with zipfile.ZipFile(path) as archive:
-            found = {info.filename: info.file_size for info in archive.infolist()}
+            sizes = {info.filename: info.file_size for info in archive.infolist()}
     except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
         raise ValueError(f"{path} is not a zip file: {error}.") from error
-    for name in sorted(found):
+    for name in sorted(sizes):
         parts = name.split("/")
-        if parts[0] == "__MACOSX" or any(part.startswith(".") and part != ".." for part in parts):
-            continue
-        if name.lower().endswith(SUFFIXES):
-            large = found[name] > LARGEST_FILE
-            yield Skipped(name, f"it is larger than {LARGEST_FILE >> 20} MiB") if large else name
+        hidden = any(part.startswith(".") and part != ".." for part in parts)
+        if parts[0] != "__MACOSX" and not hidden and name.lower().endswith(SUFFIXES):
+            reason = _too_large(sizes[name])
+            yield Skipped(name, reason) if reason else name
 
 
-def decode_one(root: Path, name: str, size: int) -> Any:
+def predict_locally(
+    model: Model, source: ImageSource, batch: int, workers: int
+) -> Iterator[Answered | Skipped]:
+    """Rows of all images: one chunk is decoded by threads while the one before is computed."""
+
+    def submit() -> Iterator[tuple[list[str], list[Skipped], list[Future[Any]]]]:
+        for names, skipped in source.chunks(batch):
+            work = [pool.submit(decode_one, source.root, name, model) for name in names]
+            yield names, skipped, work
+        yield [], [], []  # the last chunk has one after it too
+
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        for (names, skipped, work), _ in itertools.pairwise(submit()):
+            yield from skipped
+            yield from answer_chunk(model, names, [each.result() for each in work])
+
+
+def decode_one(root: Path, name: str, model: Model) -> Any:
     """uint8 [3, size, size], or why not."""
     try:
-        return ImageFiles(root, (name,), size).picture(0)
+        return ImageFiles(root, (name,), model.size, model.squash).image(0)
     except Exception as error:  # whatever a decoder makes of a broken or hostile file
-        told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return Skipped(name, told.removeprefix(f"{name} ").strip() or "it cannot be decoded")
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return Skipped(name, why.removeprefix(f"{name} ").strip() or "it cannot be decoded")
 
 
 def answer_chunk(
-    model: Model, names: Sequence[str], found: Iterable[Any]
+    model: Model, names: Sequence[str], decoded: Iterable[Any]
 ) -> list[Answered | Skipped]:
     """Rows of one chunk, in its order."""
-    results = dict(zip(names, found, strict=True))
-    good = {name: pixels for name, pixels in results.items() if not isinstance(pixels, Skipped)}
-    rows: dict[str, Answered | Skipped] = {
-        name: result for name, result in results.items() if isinstance(result, Skipped)
-    }
+    rows: dict[str, Any] = dict(zip(names, decoded, strict=True))
+    good = {name: pixels for name, pixels in rows.items() if not isinstance(pixels, Skipped)}
     if good:
         probs = model.probabilities(torch.from_numpy(np.stack(list(good.values()))))
         for name, answer in zip(good, model.answer(probs), strict=True):
@@ -153,151 +246,41 @@ def answer_chunk(
     return [rows[name] for name in names]
 
 
-def predict_locally(
-    model: Model, pictures: ImageSource, batch: int, workers: int
-) -> Iterator[Answered | Skipped]:
-    """Rows of all pictures: one chunk is decoded by threads while the one before is computed."""
-
-    def finished(chunk: list[str | Skipped], work: list[Future[Any]]) -> list[Answered | Skipped]:
-        names = [name for name in chunk if isinstance(name, str)]
-        unfit: list[Answered | Skipped] = [name for name in chunk if isinstance(name, Skipped)]
-        return unfit + answer_chunk(model, names, [each.result() for each in work])
-
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        waiting: tuple[list[str | Skipped], list[Future[Any]]] | None = None
-        for chunk in pictures.chunks(batch):
-            work = [
-                pool.submit(decode_one, pictures.root, name, model.size)
-                for name in chunk
-                if isinstance(name, str)
-            ]
-            if waiting:
-                yield from finished(*waiting)
-            waiting = (chunk, work)
-        if waiting:
-            yield from finished(*waiting)
+@contextmanager
+def open_table(out: Path) -> Iterator[Table]:
+    """A table that appears under its name when the block ends well."""
+    kinds: dict[str, Callable[[Path], AbstractContextManager[WriteRow]]]
+    kinds = {".csv": _open_csv, ".parquet": _open_parquet}
+    if out.suffix not in kinds:
+        raise ValueError(f"{out} must end in {' or '.join(kinds)}.")
+    if not out.parent.is_dir() or out.is_dir():
+        raise ValueError(f"{out} cannot be written: its folder is not there, or it is a folder.")
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"{out} cannot be written: its folder is read-only.")
+    with files.draft(out) as draft, kinds[out.suffix](draft) as write:
+        table = Table(write, skipped_path(out))
+        with table.stack:
+            yield table
+        if table.list is None:
+            skipped_path(out).unlink(missing_ok=True)  # of an earlier run
 
 
-def predict(
-    model: Model,
-    pictures: Path | str,
-    out: Path | str,
-    *,
-    batch: int = 256,
-    workers: int = 0,
-    strict: bool = False,
-    engine: str = "local",
-    address: str | None = None,
-    quiet: bool = False,
-) -> Counts:
-    """Write a table of answers: file, label, confidence, set, sure.
-
-    Args:
-        model: from `calmatch.load_model`.
-        pictures: a folder (and those in it), a .zip, or one file.
-        out: a .csv or .parquet file; it appears when it is whole.
-        batch: pictures held in memory at once, twice.
-        workers: threads that decode; 0: one for each core.
-        strict: stop at a file that cannot be decoded, instead of skipping it.
-        engine: `local`, or `ray` for a cluster whose nodes all see `pictures`.
-        address: of the Ray cluster; by default one is started here.
-        quiet: no progress bar and no lines.
-    """
-    if batch < 1 or workers < 0:
-        raise ValueError("--batch must be at least 1 and --workers at least 0.")
-    source, out = ImageSource(Path(pictures)), Path(out)
-    total = sum(1 for _ in source.names())
-    if total == 0:
-        raise ValueError(f"There are no pictures in {source.path} ({', '.join(SUFFIXES)}).")
-    if engine == "ray":
-        pass  # IMPORT GONE
-
-        rows = predict_on_ray(model, source, batch, address, quiet)
-    else:
-        rows = predict_locally(model, source, batch, workers)
-    with open_table(out) as sheet, _progress(total, quiet) as progress:
-        count = _write_rows(rows, sheet, progress, strict)
-        if count.pictures == 0:
-            file, reason = sheet.skipped[0]
-            raise ValueError(f"No picture in {source.path} can be decoded; {file}: {reason}")
-    _summarise(model, count, sheet.skipped, out, quiet)
-    return count._replace(out=out)
+def skipped_path(out: Path) -> Path:
+    """Where the list of skipped files goes."""
+    return out.with_name(f"{out.name}.skipped.csv")
 
 
-def _write_rows(
-    rows: Iterable[Answered | Skipped], sheet: Table, progress: Progress, strict: bool
-) -> Counts:
-    task = progress.task_ids[0]
-    pictures = sure = skipped = 0
-    for row in rows:
-        progress.advance(task)
-        if isinstance(row, Answered):
-            sheet.write(row)
-            pictures, sure = pictures + 1, sure + row.sure
-            continue
-        if strict:
-            raise ValueError(f"{row.file}: {row.reason} Leave out --strict to skip such files.")
-        sheet.skip(row.file, row.reason)
-        skipped += 1
-    return Counts(pictures, sure, skipped, Path())
-
-
-def _progress(total: int, quiet: bool) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    show = not quiet and console.console.is_terminal
-    progress = Progress(TextColumn("Pictures"), *columns, console=console.console, disable=not show)
-    progress.add_task("", total=total)
-    return progress
-
-
-def _summarise(
-    model: Model, count: Counts, skipped: list[tuple[str, str]], out: Path, quiet: bool
-) -> None:
-    for file, reason in skipped[:SHOWN]:
-        console.message(f"Skipped {valid_text(file)}: {reason}", quiet)
-    if count.skipped:
-        console.message(
-            f"{count.skipped} files were skipped; all are in {skipped_path(out)}.", quiet
-        )
-    if model.note.get("calibration") is None:
-        console.message("This model was never calibrated: confidence is the network's own.", quiet)
-    point = model.selective
-    console.message(f"{count.pictures} pictures, {count.sure} sure: {out}", quiet)
-    if point is None or point.threshold is None:
-        more = f"; {point.missing} more labels are needed" if point and point.missing else ""
-        console.message(f"Nothing is called sure: this model promises no accuracy{more}.", quiet)
-
-
-TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
-ROW_GROUP = 16_384  # rows of one Parquet row group
-REMEMBERED = 100  # skipped files that are remembered; all are written
-
-
-class Answered(NamedTuple):
-    """What the model says of one file."""
-
-    file: str
-    label: str
-    confidence: float
-    set: tuple[str, ...]
-    sure: bool
-
-
-class _Writer(Protocol):
-    def write(self, row: Answered) -> None: ...
+WriteRow = Callable[[Answered], None]
 
 
 class Table:
     """Rows go to the table, files that cannot be predicted to a list beside it."""
 
-    def __init__(self, writer: _Writer, beside: Path) -> None:
-        self.writer, self.beside = writer, beside
-        self.skipped: list[tuple[str, str]] = []
+    def __init__(self, write: WriteRow, beside: Path) -> None:
+        self.write, self.beside = write, beside
+        self.skipped: list[Skipped] = []  # the first ones
         self.stack = ExitStack()
-        self.list: Any = None
-
-    def write(self, row: Answered) -> None:
-        self.writer.write(row)
+        self.list: CsvRows | None = None
 
     def skip(self, file: str, reason: str) -> None:
         if self.list is None:
@@ -307,51 +290,12 @@ class Table:
             self.list.writerow(("file", "reason"))
         self.list.writerow((valid_text(file), valid_text(reason)))
         if len(self.skipped) < REMEMBERED:
-            self.skipped.append((file, reason))
-
-
-@contextmanager
-def open_table(out: Path) -> Iterator[Table]:
-    """A table that appears under its name when the block ends well."""
-    kinds: dict[str, Callable[[Path], AbstractContextManager[_Writer]]]
-    kinds = {".csv": _csv, ".parquet": _parquet}
-    if out.suffix not in kinds:
-        raise ValueError(f"{out} must end in {' or '.join(kinds)}.")
-    if not out.parent.is_dir() or out.is_dir():
-        raise ValueError(f"{out} cannot be written: its folder is not there, or it is a folder.")
-    if not os.access(out.parent, os.W_OK):
-        raise ValueError(f"{out} cannot be written: its folder is read-only.")
-    with files.draft(out) as draft, kinds[out.suffix](draft) as rows:
-        sheet = Table(rows, skipped_path(out))
-        with sheet.stack:
-            yield sheet
-        if sheet.list is None:
-            skipped_path(out).unlink(missing_ok=True)  # of an earlier run
-
-
-def skipped_path(out: Path) -> Path:
-    """Where the list of skipped files goes."""
-    return out.with_name(f"{out.name}.skipped.csv")
+            self.skipped.append(Skipped(file, reason))
 
 
 def valid_text(name: str) -> str:
     """A file name as valid Unicode; bytes that are none show as \\xff."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-def join_names(names: Sequence[str]) -> str:
-    """A set in one cell: names joined by `|`; a `|` or backslash in a name gets a backslash.
-
-    >>> print(join_names(["cat", "a|b"]))
-    cat|a\\|b
-    """
-    return "|".join(re.sub(r"([\\|])", r"\\\1", name) for name in names)
-
-
-def split_names(cell: str) -> tuple[str, ...]:
-    """The names of a set from its cell: the inverse of `joined`."""
-    names = re.findall(r"(?:[^\\|]|\\.)+", cell, re.DOTALL)
-    return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
 
 
 class CsvRows:
@@ -365,47 +309,22 @@ class CsvRows:
         (self.quoted if any("\r" in cell for cell in cells) else self.plain).writerow(cells)
 
 
-class _Csv:
-    def __init__(self, file: Any) -> None:
-        self.rows = CsvRows(file)
-        self.rows.writerow(TABLE_COLUMNS)
+@contextmanager
+def _open_csv(path: Path) -> Iterator[WriteRow]:
+    def write(row: Answered) -> None:
+        file, label, confidence, names, sure = row
+        truth = "true" if sure else "false"
+        cells = (valid_text(file), label, f"{confidence:.6f}", join_names(names), truth)
+        rows.writerow(cells)
 
-    def write(self, row: Answered) -> None:
-        sure = "true" if row.sure else "false"
-        cells = (
-            valid_text(row.file),
-            row.label,
-            f"{row.confidence:.6f}",
-            join_names(row.set),
-            sure,
-        )
-        self.rows.writerow(cells)
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as opened:
+        rows = CsvRows(opened)
+        rows.writerow(TABLE_COLUMNS)
+        yield write
 
 
 @contextmanager
-def _csv(path: Path) -> Iterator[_Csv]:
-    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        yield _Csv(file)
-
-
-class _Parquet:
-    def __init__(self, arrow: Any, file: Any) -> None:
-        self.arrow, self.file = arrow, file
-        self.rows: list[dict[str, Any]] = []
-
-    def write(self, row: Answered) -> None:
-        self.rows.append({**row._asdict(), "file": valid_text(row.file), "set": list(row.set)})
-        if len(self.rows) == ROW_GROUP:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.rows:
-            self.file.write_table(self.arrow.Table.from_pylist(self.rows, self.file.schema))
-            self.rows = []
-
-
-@contextmanager
-def _parquet(path: Path) -> Iterator[_Parquet]:
+def _open_parquet(path: Path) -> Iterator[WriteRow]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -413,15 +332,118 @@ def _parquet(path: Path) -> Iterator[_Parquet]:
         raise ValueError(
             "Parquet files need an extra: pip install 'calmatch[parquet]', or write a .csv."
         ) from error
-    kinds = (pyarrow.string(), pyarrow.string(), pyarrow.float64(), pyarrow.list_(pyarrow.string()))
-    schema = pyarrow.schema(list(zip(TABLE_COLUMNS, (*kinds, pyarrow.bool_()), strict=True)))
+    text = pyarrow.string()
+    kinds = (text, text, pyarrow.float64(), pyarrow.list_(text), pyarrow.bool_())
+    schema = pyarrow.schema(list(zip(TABLE_COLUMNS, kinds, strict=True)))
+    rows: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        if rows:
+            file.write_table(pyarrow.Table.from_pylist(rows, schema))
+            rows.clear()
+
+    def write(row: Answered) -> None:
+        rows.append({**row._asdict(), "file": valid_text(row.file), "set": list(row.set)})
+        if len(rows) == ROW_GROUP:
+            flush()
+
     with parquet.ParquetWriter(path, schema) as file:
-        rows = _Parquet(pyarrow, file)
-        yield rows
-        rows.flush()
+        yield write
+        flush()
 
 
-RAY_BLOCKS = 1000  # pieces of work that Ray keeps track of
+def join_names(names: Sequence[str]) -> str:
+    """A set in one cell: names joined by `|`; a `|` or backslash in a name gets a backslash.
+
+    >>> print(join_names(["cat", "a|b"]))
+    cat|a\\|b
+    """
+    return "|".join(re.sub(r"([\\|])", r"\\\1", name) for name in names)
+
+
+def split_names(cell: str) -> tuple[str, ...]:
+    """The names of a set from its cell: the inverse of `join_names`."""
+    names = re.findall(r"(?:[^\\|]|\\.)+", cell, re.DOTALL)
+    return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
+
+
+def predict_on_ray(
+    model: Model, source: ImageSource, batch: int, address: str | None, quiet: bool
+) -> Iterator[Answered | Skipped]:
+    """The rows that `predict_locally` gives, in the same order, computed by Ray Data.
+
+    Every node must have calmatch installed and see the images under the same path. File names,
+    not images, pass through the machine that asks.
+    """
+    ray = _import_ray()
+    mine = not ray.is_initialized()
+    if mine:
+        try:
+            _knock(address)
+            start_ray(ray, address, logging.ERROR)
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
+    try:
+        yield from _spread_chunks(ray, model, source, batch, quiet)
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _import_ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ValueError("--engine ray needs an extra: pip install 'calmatch[ray]'.") from error
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    return ray
+
+
+def _knock(address: str | None) -> None:
+    """Ray itself takes minutes to find that nobody answers."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal() and "/" not in host:  # "auto" and "ray://..." are Ray's business
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def start_ray(ray: Any, address: str | None, level: Any) -> None:
+    """Join a cluster, or start one that only this machine can reach, without a dashboard."""
+    own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    ray.init(address=address, log_to_driver=False, logging_level=level, **own)
+
+
+def _spread_chunks(
+    ray: Any, model: Model, source: ImageSource, batch: int, quiet: bool
+) -> Iterator[Answered | Skipped]:
+    chunks = []
+    for names, skipped in source.chunks(batch):
+        yield from skipped
+        if names:
+            chunks.append({"names": json.dumps(names)})
+    if not chunks:
+        return
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    most = max(1, min(len(chunks), gpus or int(resources.get("CPU", 1))))
+    work = ray.data.from_items(chunks, override_num_blocks=min(len(chunks), RAY_BLOCKS)).map(
+        _RayWorker,
+        fn_constructor_args=(ray.put(model.to("cpu")), ImageSource(source.path.absolute())),
+        compute=ray.data.ActorPoolStrategy(min_size=most, max_size=most),
+        num_cpus=1,
+        num_gpus=1 if gpus else 0,
+    )
+    nodes = set()
+    for item in work.iter_rows():
+        nodes.add(item["node"])
+        for good, *cells in json.loads(item["rows"]):
+            yield Answered(*cells)._replace(set=tuple(cells[3])) if good else Skipped(*cells)
+    console.message(f"Nodes that took part: {len(nodes)}.", quiet)
 
 
 class _RayWorker:
@@ -438,97 +460,7 @@ class _RayWorker:
 
     def __call__(self, item: dict[str, Any]) -> dict[str, str]:
         names = json.loads(item["names"])
-        root, size = self.source.root, self.model.size
-        found = answer_chunk(self.model, names, [decode_one(root, name, size) for name in names])
-        rows = [[isinstance(row, Answered), *row] for row in found]
-        return {"node": self.node, "rows": json.dumps(rows)}
-
-
-def predict_on_ray(
-    model: Model, source: ImageSource, batch: int, address: str | None, quiet: bool
-) -> Iterator[Answered | Skipped]:
-    """The rows that `predict.local` gives, in the same order, computed by Ray Data.
-
-    Every node must have calmatch installed and see the pictures under the same path. File names,
-    not pictures, pass through the machine that asks.
-    """
-    ray = _import_ray()
-    mine = not ray.is_initialized()
-    if mine:
-        _check_address(address)
-        try:
-            start_ray(ray, address, logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
-    try:
-        yield from _spread_chunks(ray, model, source, batch, quiet)
-    finally:
-        if mine:
-            ray.shutdown()
-
-
-def start_ray(ray: Any, address: str | None, level: Any) -> None:
-    """Join a cluster, or start one that only this machine can reach, without a dashboard."""
-    own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(address=address, log_to_driver=False, logging_level=level, **own)
-
-
-def _import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ValueError("--engine ray needs an extra: pip install 'calmatch[ray]'.") from error
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    return ray
-
-
-def _check_address(address: str | None) -> None:
-    """Ray itself takes minutes to find that nobody answers."""
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdecimal() or "/" in host:
-        return  # "auto" and "ray://..." are Ray's own business
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
-
-
-def _spread_chunks(
-    ray: Any, model: Model, source: ImageSource, batch: int, quiet: bool
-) -> Iterator[Answered | Skipped]:
-    chunks = []
-    for chunk in source.chunks(batch):
-        yield from (name for name in chunk if isinstance(name, Skipped))
-        if names := [name for name in chunk if isinstance(name, str)]:
-            chunks.append({"names": json.dumps(names)})
-    if not chunks:
-        return
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    there = ray.cluster_resources()
-    gpus = int(there.get("GPU", 0))
-    most = max(1, min(len(chunks), gpus or int(there.get("CPU", 1))))
-    held = ray.put(model.to("cpu"))
-    work = ray.data.from_items(chunks, override_num_blocks=min(len(chunks), RAY_BLOCKS)).map(
-        _RayWorker,
-        fn_constructor_args=(held, ImageSource(source.path.absolute())),
-        compute=ray.data.ActorPoolStrategy(min_size=most, max_size=most),
-        num_cpus=1,
-        num_gpus=1 if gpus else 0,
-    )
-    nodes = set()
-    for item in work.iter_rows():
-        nodes.add(item["node"])
-        for good, *cells in json.loads(item["rows"]):
-            yield _row_from_json(*cells) if good else Skipped(*cells)
-    console.message(f"Nodes that took part: {len(nodes)}.", quiet)
-
-
-def _row_from_json(
-    file: str, label: str, confidence: float, names: list[str], sure: bool
-) -> Answered:
-    return Answered(file, label, confidence, tuple(names), sure)
+        decoded = [decode_one(self.source.root, name, self.model) for name in names]
+        rows = answer_chunk(self.model, names, decoded)
+        cells = json.dumps([[isinstance(row, Answered), *row] for row in rows])
+        return {"node": self.node, "rows": cells}

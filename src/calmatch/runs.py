@@ -1,13 +1,16 @@
-"""A finished run read back from its folder: config, result, predictions, log lines, example images."""
+"""A finished run read back from its folder: config, result, predictions, log, example images."""
 
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
-import io
 import json
 import re
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,19 +21,124 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calmatch import files, ops, spec
-from calmatch.files import read_arrays, read_json, write
-from calmatch.training.config import Config, check_config
+from calmatch.metrics import Interval
+from calmatch.training.config import FREE_FIELDS, LARGEST_NUMBER, Config, check_config
 
-FREE_FIELDS = (
-    "device",
-    "compile",
-    "engine",
-    "eval_batch",
-    "source",
-    "memory",
-    "workers",
-    "on_nan",
-)  # may change when a run is continued
+SCALARS = "step error ece nll accepted agree pseudo_accuracy pseudo_ece".split()  # of a log line
+EXAMPLES_FILE = "examples.npz"
+THUMBNAIL = 64  # pixels of a thumbnail's longer side
+BINS = 15  # as ECE has
+PER_BIN = 3  # right and as many wrong ones of every bin of confidence
+MISTAKES = 24  # most confidently wrong ones
+ASKED = 24  # unlabelled ones whose label would teach most
+SAMPLED = 5000  # unlabelled images predicted; all could take long
+TakeImages = Callable[[Tensor], Tensor]  # rows -> uint8 [n, 3, H, W]
+_field_types = functools.cache(typing.get_type_hints)
+
+
+class Scaled(NamedTuple):
+    """What temperature scaling leaves."""
+
+    ece: float
+    nll: float
+
+
+class BestOnTest(NamedTuple):
+    """What choosing the step by its error on the TEST set would report, as the paper and USB do."""
+
+    evaluations: int
+    step: int
+    error: float
+    ece: float
+    nll: float
+
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, Any]]) -> BestOnTest:
+        """From the lines of a log."""
+        tested = [line for line in lines if line["kind"] == "test"]
+        best = min(tested, key=lambda line: line["error"])
+        return cls(len(tested), best["step"], best["error"], best["ece"], best["nll"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """result.json: what a run measured; shares are fractions, ends are of 95 % intervals."""
+
+    title: str
+    classes: tuple[str, ...]
+    metrics: Mapping[str, Interval]
+    steps: int = 0
+    step: int = 0  # whose weights are kept
+    selected: str = "last"
+    test_selected: bool = False  # those weights were chosen on the test set
+    weights: str = "plain"  # or ema
+    images: Mapping[str, int] = field(default_factory=dict)  # labelled, unlabelled, test ...
+    best_on_test: BestOnTest | None = None
+    temperature_scaled: Mapping[str, Scaled] = field(default_factory=dict)
+    interval: str = ""  # what the intervals are made by
+    notes: tuple[str, ...] = ()
+    evaluated_on: str = "test"  # or crossfit, or holdout: labels of a fit
+    evaluation_note: str = ""
+    before_calibration: Mapping[str, float] = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    kept: str = ""  # the candidate of a fit that was chosen
+    scores: Mapping[str, float] = field(default_factory=dict)  # of all its candidates
+    skipped: tuple[tuple[str, ...], ...] = ()  # files that could not be read, and why
+    commands: tuple[str, ...] = ()  # that repeat the run
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON; `read_result` reads it back."""
+        return {name: _as_json(value) for name, value in vars(self).items()}
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return {k: _as_json(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def read_result(path: Path) -> Result:
+    """result.json, every entry checked by its type: a stranger may have written it."""
+    entries, values = files.read_json(path), {}
+    for name, hint in _field_types(Result).items():
+        if name in entries:
+            try:
+                values[name] = _typed(entries[name], hint)
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise ValueError(f"{path}: {name} is not what it should be.") from error
+        elif name in ("title", "classes", "metrics"):
+            raise ValueError(f"{path} has no entry {name!r}.")
+    return Result(**values)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """A JSON value as the type says, or a TypeError."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(item, parts[0]) for item in value)
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {_typed(key, str): _typed(item, parts[1]) for key, item in value.items()}
+    if origin is types.UnionType or origin is typing.Union:
+        return None if value is None else _typed(value, parts[0])
+    if hasattr(hint, "_fields"):
+        kinds = _field_types(hint).items()
+        return hint(**{name: _typed(value[name], kind) for name, kind in kinds})
+    fits = {
+        float: type(value) in (int, float) and not _is_huge(value),
+        int: type(value) is int and 0 <= value < 1 << 62,
+        bool: type(value) is bool,
+        str: type(value) is str and value.encode("utf-8", "ignore").decode() == value,
+    }
+    if not fits[hint]:
+        raise TypeError(f"{value!r} is no {hint}")
+    return value
+
+
+def _is_huge(value: float) -> bool:
+    """Whether a whole number is too large for arithmetic."""
+    return isinstance(value, int) and abs(value) > LARGEST_NUMBER
 
 
 class Run(NamedTuple):
@@ -38,11 +146,11 @@ class Run(NamedTuple):
 
     folder: Path
     config: Config
-    result: dict[str, Any]
+    result: Result
 
     @property
     def title(self) -> str:
-        return str(self.result["title"])
+        return self.result.title
 
     @property
     def data(self) -> str:
@@ -53,23 +161,20 @@ class Run(NamedTuple):
 
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind."""
-        lines = read_lines(self.folder / "metrics.jsonl")
-        return [line for line in lines if line["kind"] == kind]
+        return [line for line in read_lines(self.folder / "metrics.jsonl") if line["kind"] == kind]
 
     def predictions(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N, C] and labels [N] of the test set."""
-        path = self.folder / "predictions.npz"
-        found = read_predictions(path, len(self.result["classes"]))
-        return torch.from_numpy(found["log_probs"]), torch.from_numpy(found["labels"])
+        arrays = read_predictions(self.folder / "predictions.npz", len(self.result.classes))
+        return torch.from_numpy(arrays["log_probs"]), torch.from_numpy(arrays["labels"])
 
 
 def run_name(config: Config) -> str:
-    """A folder name a person can read, with a hash that tells configs apart."""
-    words = re.sub(
-        r"[^\w.]+", "-", f"{config.dataset}-{config.labels}-{config.method}-{config.penalty}"
-    )
+    """A folder name a person can read, with a hash that differs between configs."""
+    words = f"{config.dataset}-{config.labels}-{config.method}-{config.penalty}"
+    words = re.sub(r"[^\w.]+", "-", words).strip("-")[:60]
     code = hashlib.blake2b(json.dumps(config.dump()).encode(), digest_size=4).hexdigest()
-    return f"{words.strip('-')[:60]}-s{config.seed}-{code}"
+    return f"{words}-s{config.seed}-{code}"
 
 
 def load_run(folder: Path) -> Run:
@@ -91,24 +196,13 @@ def find_finished(folder: Path, config: Config) -> Run | None:
         before = Config().dump() | files.read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
-    other = [k for k, v in config.dump().items() if before.get(k) != v and k not in FREE_FIELDS]
-    if other:
-        key = other[0]
-        raise ValueError(
-            f"{folder} holds a run with {key}={before.get(key)!r}, not {config.dump()[key]!r}; "
-            f"choose another --out."
-        )
+    for key, value in config.dump().items():
+        if before.get(key) != value and key not in FREE_FIELDS:
+            raise ValueError(
+                f"{folder} holds a run with {key}={before.get(key)!r}, not {value!r}; "
+                f"choose another --out."
+            )
     return load_run(folder) if (folder / "result.json").exists() else None
-
-
-def best_on_test(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What choosing the step by its error on the TEST set would report, as the paper and USB do."""
-    tested = [line for line in lines if line["kind"] == "test"]
-    best = min(tested, key=lambda line: line["error"])
-    return {"evaluations": len(tested), **{k: best[k] for k in ("step", "error", "ece", "nll")}}
-
-
-LARGEST_NUMBER = 1e300  # beyond it arithmetic overflows
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -124,122 +218,37 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-SCALARS = ("step", "error", "ece", "nll", "accepted", "agree", "pseudo_accuracy", "pseudo_ece")
-
-
 def _is_line(line: Mapping[str, Any]) -> bool:
-    numbers = [value for key, value in line.items() if key != "kind" and value is not None]
     whole = type(line.get("step")) is int and isinstance(line.get("kind"), str)
     whole = whole and not any(isinstance(line.get(name), list) for name in SCALARS)
-    flat = [x for value in numbers for x in (value if isinstance(value, list) else [value])]
-    return whole and all(map(_is_number, flat))
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and not (type(value) is int and abs(value) > LARGEST_NUMBER)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.encode("utf-8", "ignore").decode() == value
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _are_numbers(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(map(_is_text, value))
-        and all(map(_is_number, value.values()))
-    )
-
-
-def _are_tables(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(map(_is_text, value))
-        and all(map(_are_numbers, value.values()))
-    )
-
-
-def _are_intervals(value: Any) -> bool:
-    ends = {"value", "low", "high"}
-    return _are_tables(value) and all(ends <= item.keys() for item in value.values())
-
-
-def _is_best(value: Any) -> bool:
-    wanted = {"evaluations", "step", "error", "ece", "nll"}
-    return _are_numbers(value) and wanted <= value.keys()
-
-
-def _are_scalings(value: Any) -> bool:
-    ways = ("crossfit", "oracle")
-    return _are_tables(value) and all({"ece", "nll"} <= value.get(way, {}).keys() for way in ways)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _are_counts(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(map(_is_text, value))
-        and all(map(_is_count, value.values()))
-    )
-
-
-RESULT_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "title": _is_text,
-    "classes": _are_texts,
-    "steps": _is_count,
-    "step": _is_count,
-    "selected": _is_text,
-    "leaky": lambda value: isinstance(value, bool),
-    "weights": _is_text,
-    "pictures": _are_counts,
-    "metrics": _are_intervals,
-    "best_on_test": _is_best,
-    "temperature_scaled": _are_scalings,
-    "notes": _are_texts,
-    "commands": _are_texts,
-    "judged_note": _is_text,
-}
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """result.json with every entry checked that anybody reads."""
-    found = read_json(path)
-    for key in ("title", "classes", "metrics"):
-        if key not in found:
-            raise ValueError(f"{path} has no entry {key!r}.")
-    for key, fine in RESULT_CHECKS.items():
-        if key in found and not fine(found[key]):
-            raise ValueError(f"{path}: {key} is not what it should be.")
-    return found
+    values = [value for key, value in line.items() if key != "kind" and value is not None]
+    flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
+    return whole and all(type(x) in (int, float) and not _is_huge(x) for x in flat)
 
 
 def read_predictions(path: Path, classes: int) -> dict[str, NDArray[Any]]:
-    """predictions.npz: log_probs [N, C], labels [N], and files [N] where pictures have names."""
-    found = read_arrays(path)
-    if not {"log_probs", "labels"} <= found.keys():
+    """predictions.npz: log_probs [N, C], labels [N], and files [N] where images have names."""
+    arrays = files.read_arrays(path)
+    if not {"log_probs", "labels"} <= arrays.keys():
         raise ValueError(f"{path} must hold `log_probs` and `labels`.")
-    log_probs, labels = found["log_probs"], found["labels"]
-    files = found.get("files", labels.astype("U"))
-    fine = (
-        labels.ndim == 1
-        and labels.dtype.kind in "iu"
-        and labels.size > 0
-        and bool(((labels >= 0) & (labels < classes)).all())
-        and log_probs.dtype.kind == "f"
-        and log_probs.shape == (len(labels), classes)
-        and not bool(np.isnan(log_probs).any())
-        and (files.dtype.kind, files.shape) == ("U", labels.shape)
-    )
-    if not fine:
+    log_probs, labels = arrays["log_probs"], arrays["labels"]
+    names = arrays.get("files", labels.astype("U"))
+    fits = _is_array(labels, "iu", None) and labels.size > 0
+    fits = fits and bool(((labels >= 0) & (labels < classes)).all())
+    fits = fits and _is_array(log_probs, "f", len(labels), classes)
+    fits = fits and not np.isnan(log_probs).any() and _is_array(names, "U", len(labels))
+    if not fits:
         raise ValueError(f"{path} does not hold log_probs [N, {classes}] and labels [N] that fit.")
-    return found
+    return arrays
+
+
+def _is_array(array: NDArray[Any], kinds: str, *shape: int | None) -> bool:
+    """Whether an array from a file is of one of numpy's kinds and has this shape; None: any."""
+    return (
+        array.dtype.kind in kinds
+        and array.ndim == len(shape)
+        and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
+    )
 
 
 def probabilities(log_probs: Tensor) -> Tensor:
@@ -248,22 +257,20 @@ def probabilities(log_probs: Tensor) -> Tensor:
 
 
 def logit_gap(log_probs: Tensor) -> Tensor:
-    """Largest logit distance of each picture [N]; log-probabilities keep logit differences."""
+    """Largest logit distance of each image [N]; log-probabilities keep logit differences."""
     return log_probs.amax(-1) - log_probs.amin(-1)
 
 
 def load_predictions(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Probabilities and labels from a .npz (`probs` or `log_probs`, `labels`) or a .csv.
+    """Anybody's probabilities and labels from a .npz (`probs` or `log_probs`, `labels`) or a .csv.
 
     The .csv has a header; the column `label` holds class ids, every other column is the
     probability of one class, in order.
     """
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
-    return _load_npz(path) if path.suffix == ".npz" else _load_csv(path)
-
-
-def _load_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    if path.suffix != ".npz":
+        return _load_csv(path)
     arrays = files.read_arrays(path)
     if "labels" not in arrays or not {"probs", "log_probs"} & set(arrays):
         raise ValueError(f"{path} must hold `labels` and `probs` (or `log_probs`).")
@@ -277,145 +284,113 @@ def _load_npz(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 def _load_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
+            header, *rows = csv.reader(file)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a UTF-8 CSV file.") from error
-    if not rows or "label" not in rows[0]:
+    except ValueError:
+        header, rows = [], []
+    if "label" not in header:
         raise ValueError(f"{path} needs a header with the column `label`.")
-    place = rows[0].index("label")
+    place = header.index("label")
     probs, labels = [], []
-    for number, row in enumerate(rows[1:], start=2):
+    for number, row in enumerate(rows, start=2):
         try:
             labels.append(int(np.int64(row[place])))
             probs.append([float(cell) for k, cell in enumerate(row) if k != place])
         except (ValueError, IndexError, OverflowError) as error:
-            raise ValueError(
-                f"{path}, row {number}: expected numbers under every column."
-            ) from error
-        if len(row) != len(rows[0]):
-            raise ValueError(f"{path}, row {number}: {len(row)} cells, the header {len(rows[0])}.")
+            message = f"{path}, row {number}: expected numbers under every column."
+            raise ValueError(message) from error
+        if len(row) != len(header):
+            raise ValueError(f"{path}, row {number}: {len(row)} cells, the header {len(header)}.")
     return np.array(probs), np.array(labels, dtype=np.int64)
 
 
-EXAMPLES_FILE = "examples.npz"
-THUMBNAIL = 64  # pixels of a thumbnail's longer side
-EXAMPLE_BINS = 15  # as ECE has
-PER_BIN = 3  # right and as many wrong ones of every bin of confidence
-MISTAKES = 24  # most confidently wrong ones
-ASKED = 24  # unlabelled ones whose label would teach most
-SAMPLED = 5000  # unlabelled pictures looked at; predicting all could take long
-
-TakeImages = Callable[[Tensor], Tensor]  # rows -> uint8 [n, 3, H, W]
-
-
 class Predicted(NamedTuple):
-    """Predicted pictures, of which some may be shown."""
+    """Predicted images, of which some may be shown."""
 
     log_probs: Tensor  # [N, C]
-    take: TakeImages  # pictures by row of log_probs
+    take: TakeImages  # images by row of log_probs
     rows: Tensor | None = None  # [N] their rows in the set they are from; 0..N-1 by default
     files: Sequence[str] | None = None  # [N] where they have names
-    whole: int = 0  # pictures of the set they are a sample of; N by default
+    whole: int = 0  # images of the set they are a sample of; N by default
 
 
 class Examples(NamedTuple):
-    """What examples.npz holds: judged pictures, and unlabelled ones worth a label."""
+    """What examples.npz holds: evaluated images, and unlabelled ones worth a label."""
 
-    rows: list[int]  # of the judged pictures, in predictions.npz
-    pictures: Tensor  # uint8 [n, 3, h, w]
+    rows: list[int]  # of the evaluated images, in predictions.npz
+    images: Tensor  # uint8 [n, 3, h, w]
     asked_rows: list[int]
-    asked_pictures: Tensor
+    asked_images: Tensor
     asked_log_probs: Tensor
     asked_files: list[str]  # empty where there are no names
-    looked: int  # unlabelled pictures among which they were chosen ...
+    considered: int  # unlabelled images among which they were chosen ...
     whole: int  # ... of so many
 
 
 def write_examples(
-    folder: Path, judged: Predicted, labels: Tensor, unlabelled: Predicted | None = None
+    folder: Path, evaluated: Predicted, labels: Tensor, unlabelled: Predicted | None = None
 ) -> None:
-    """Choose pictures worth looking at and keep their thumbnails in the run folder.
+    """Choose images worth looking at and keep their thumbnails in the run folder.
 
     Args:
         folder: the run folder.
-        judged: pictures whose truth is known, in the order of predictions.npz.
-        labels: [N] class ids of the judged pictures.
-        unlabelled: pictures without a label (or a sample of them; see `sample`).
+        evaluated: images whose truth is known, in the order of predictions.npz.
+        labels: [N] their class ids.
+        unlabelled: images without a label, or a sample of them.
     """
-    shown = choose_examples(judged.log_probs, labels)
-    arrays: dict[str, Any] = {
-        "rows": shown.numpy(),
-        "pictures": _thumbnails(judged.take, shown).numpy(),
-    }
+    rows = choose_examples(evaluated.log_probs, labels)
+    arrays: dict[str, Any] = {"rows": rows.numpy(), "pictures": _thumbnails(evaluated.take, rows)}
     if unlabelled is not None and len(unlabelled.log_probs):
-        asked = most_informative(unlabelled.log_probs)
-        rows = asked if unlabelled.rows is None else unlabelled.rows[asked]
-        number = len(unlabelled.log_probs)
+        asked, number = most_informative(unlabelled.log_probs), len(unlabelled.log_probs)
         arrays |= {
-            "asked_rows": rows.numpy(),
-            "asked_pictures": _thumbnails(unlabelled.take, asked).numpy(),
+            "asked_rows": (asked if unlabelled.rows is None else unlabelled.rows[asked]).numpy(),
+            "asked_pictures": _thumbnails(unlabelled.take, asked),
             "asked_log_probs": unlabelled.log_probs[asked].float().numpy(),
             "asked_of": np.array([number, unlabelled.whole or number]),
         }
         if unlabelled.files is not None:
             arrays["asked_files"] = np.array([unlabelled.files[k] for k in asked.tolist()])
-    packed = io.BytesIO()
-    np.savez_compressed(packed, **arrays)
-    write(folder / EXAMPLES_FILE, packed.getvalue())
+    files.write_npz(folder / EXAMPLES_FILE, **arrays)
 
 
 def load_examples(folder: Path) -> Examples | None:
-    """The pictures of a run folder; None where there are none."""
+    """The images of a run folder; None where there are none."""
     path = folder / EXAMPLES_FILE
     if not path.is_file():
         return None
-    held = read_arrays(path)
-    if not _are_examples(held):
+    arrays: dict[str, Any] = {
+        "asked_rows": np.zeros(0, dtype=np.int64),
+        "asked_pictures": np.zeros((0, 3, 1, 1), dtype=np.uint8),
+        "asked_log_probs": np.zeros((0, 2), dtype=np.float32),
+        "asked_of": np.zeros(2, dtype=np.int64),
+        **files.read_arrays(path),
+    }
+    if not _are_examples(arrays):
         raise ValueError(f"{path} does not hold pictures with their rows; remove it.")
-    none = np.zeros((0, 3, 1, 1), dtype=np.uint8)
-    looked, whole = held.get("asked_of", (0, 0))
-    return Examples(
-        held["rows"].tolist(),
-        torch.from_numpy(held["pictures"]),
-        held.get("asked_rows", np.zeros(0, dtype=np.int64)).tolist(),
-        torch.from_numpy(held.get("asked_pictures", none)),
-        torch.from_numpy(held.get("asked_log_probs", np.zeros((0, 2), dtype=np.float32))),
-        [str(file) for file in held.get("asked_files", ())],
-        int(looked),
-        int(whole),
-    )
+    rows, asked_rows = (arrays[name].tolist() for name in ("rows", "asked_rows"))
+    names = ("pictures", "asked_pictures", "asked_log_probs")
+    images, asked_images, log_probs = (torch.from_numpy(arrays[name]) for name in names)
+    asked_files = [str(file) for file in arrays.get("asked_files", ())]
+    asked = (asked_rows, asked_images, log_probs, asked_files)
+    return Examples(rows, images, *asked, *arrays["asked_of"].tolist())
 
 
-def _are_examples(held: Mapping[str, Any]) -> bool:
-    """Whether arrays from a file have the types and shapes that `write` gives them."""
-    if not {"rows", "pictures"} <= held.keys():
+def _are_examples(arrays: Mapping[str, Any]) -> bool:
+    """Whether arrays from a file have the types and shapes that `write_examples` gives them."""
+    if not {"rows", "pictures"} <= arrays.keys():
         return False
-    parts = [(held["rows"], held["pictures"])]
-    if "asked_rows" in held:
-        if not {"asked_pictures", "asked_log_probs", "asked_of"} <= held.keys():
+    for rows, images in (("rows", "pictures"), ("asked_rows", "asked_pictures")):
+        ids, pixels = arrays[rows], arrays[images]
+        fits = _is_array(ids, "i", None) and bool((ids >= 0).all()) and pixels.dtype == np.uint8
+        fits = fits and _is_array(pixels, "u", len(ids), 3, None, None)
+        fits = fits and (len(ids) == 0 or min(pixels.shape) > 0)
+        if not fits or max(pixels.shape[2:]) > THUMBNAIL:
             return False
-        parts.append((held["asked_rows"], held["asked_pictures"]))
-        number = len(held["asked_rows"]) if held["asked_rows"].ndim else -1
-        probs, counts, files = held["asked_log_probs"], held["asked_of"], held.get("asked_files")
-        if (probs.ndim, probs.dtype.kind, probs.shape[:1]) != (2, "f", (number,)):
-            return False
-        if counts.shape != (2,) or counts.dtype.kind != "i" or not (counts >= 0).all():
-            return False
-        if files is not None and (files.shape != (number,) or files.dtype.kind != "U"):
-            return False
-    elif any(name.startswith("asked") for name in held):
-        return False
-    return all(
-        rows.ndim == 1
-        and rows.dtype.kind == "i"
-        and bool((rows >= 0).all())
-        and pictures.dtype == np.uint8
-        and pictures.ndim == 4
-        and pictures.shape[:2] == (len(rows), 3)
-        and (len(rows) == 0 or min(pictures.shape) > 0)
-        and max(pictures.shape[2:]) <= THUMBNAIL
-        for rows, pictures in parts
-    )
+    number, counts, names = len(arrays["asked_rows"]), arrays["asked_of"], arrays.get("asked_files")
+    fits = _is_array(arrays["asked_log_probs"], "f", number, None)
+    fits = fits and _is_array(counts, "i", 2) and bool((counts >= 0).all())
+    return fits and (names is None or _is_array(names, "U", number))
 
 
 def choose_examples(log_probs: Tensor, labels: Tensor) -> Tensor:
@@ -423,33 +398,32 @@ def choose_examples(log_probs: Tensor, labels: Tensor) -> Tensor:
 
     The order within a bin is a fixed shuffle, because test sets are often sorted by class.
     """
-    confidence, guess = log_probs.double().log_softmax(-1).exp().max(-1)
+    confidence, guess = probabilities(log_probs).max(-1)
     right = guess == labels
-    found = set(most_confident_mistakes(confidence, right).tolist())
+    rows = set(most_confident_mistakes(confidence, right).tolist())
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    place = ops.bin_of(confidence, EXAMPLE_BINS)
+    place = ops.bin_of(confidence, BINS)
     for k in place.unique().tolist():
         for kind in (right, ~right):
-            found |= set(order[(kind & (place == k))[order]][:PER_BIN].tolist())
-    return torch.tensor(sorted(found), dtype=torch.long)
+            rows |= set(order[(kind & (place == k))[order]][:PER_BIN].tolist())
+    return torch.tensor(sorted(rows), dtype=torch.long)
 
 
 def most_confident_mistakes(confidence: Tensor, right: Tensor, number: int = MISTAKES) -> Tensor:
-    """Rows of the most confidently wrong pictures, most confident first."""
+    """Rows of the most confidently wrong images, most confident first."""
     wrong = (~right).nonzero()[:, 0]
     return wrong[confidence[wrong].argsort(descending=True, stable=True)[:number]]
 
 
 def most_informative(log_probs: Tensor, number: int = ASKED) -> Tensor:
-    """Rows of pictures whose label would teach most, best first: uncertain and unlike each other.
+    """Rows of images whose label would teach most, best first: uncertain and unlike each other.
 
-    Each next picture has the largest product of its entropy and its Hellinger distance to the
+    Each next image has the largest product of its entropy and its Hellinger distance to the
     nearest one chosen, so that one frequent confusion does not fill the list.
     """
     log_p = log_probs.double().log_softmax(-1)
-    probs = log_p.exp()
-    entropy = -(probs * log_p).nan_to_num(0.0).sum(-1)
-    roots = probs.sqrt()
+    entropy = -(log_p.exp() * log_p).nan_to_num(0.0).sum(-1)
+    roots = log_p.exp().sqrt()
     far = torch.ones_like(entropy)
     picked: list[int] = []
     for _ in range(min(number, len(entropy))):
@@ -469,15 +443,12 @@ def sample_rows(rows: Tensor, seed: int, number: int = SAMPLED) -> Tensor:
     return rows[pick.sort().values]
 
 
-def _thumbnails(take: TakeImages, rows: Tensor) -> Tensor:
+def _thumbnails(take: TakeImages, rows: Tensor) -> NDArray[np.uint8]:
     """uint8 [n, 3, h, w] with sides of at most 64 pixels."""
-    if not len(rows):
-        return torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-    pictures = take(rows).cpu()
-    high, wide = pictures.shape[-2:]
-    if max(high, wide) <= THUMBNAIL:
-        return pictures
-    scale = THUMBNAIL / max(high, wide)
-    size = [max(1, round(high * scale)), max(1, round(wide * scale))]
-    small = F.interpolate(pictures.float(), size, mode="bilinear", antialias=True)
-    return small.round().clamp(0, 255).to(torch.uint8)
+    images = take(rows).cpu() if len(rows) else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+    scale = THUMBNAIL / max(images.shape[-2:])
+    if scale < 1:
+        size = [max(1, round(side * scale)) for side in images.shape[-2:]]
+        small = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
+        images = small.round().clamp(0, 255).to(torch.uint8)
+    return images.numpy()

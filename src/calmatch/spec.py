@@ -80,24 +80,29 @@ def added(text: str) -> list[Spec]:
 
 def dotted(text: str) -> list[str]:
     """The dotted names in a spec: what would be imported."""
-    parts = [deeper for part in _nodes(text, ast.Add) for deeper in _joined(part, ast.BitOr)]
+    added_parts = _operands(_syntax_tree(text), ast.Add)
+    parts = [part for added_part in added_parts for part in _operands(added_part, ast.BitOr)]
     return [name for part in parts if "." in (name := _component(part, text).name)]
 
 
 def _split(text: str, joint: type[ast.operator]) -> list[Spec]:
-    return [_component(part, text) for part in _nodes(text, joint)]
+    return [_component(part, text) for part in _operands(_syntax_tree(text), joint)]
 
 
-def _nodes(text: str, joint: type[ast.operator]) -> list[ast.expr]:
+def _syntax_tree(text: str) -> ast.expr:
     if len(text) > LONGEST:
         raise SpecError(f"A spec is at most {LONGEST} characters long; this one has {len(text)}.")
     try:
-        return _joined(ast.parse(text.strip(), mode="eval").body, joint)
+        return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _unreadable(text) from error
 
 
-def _joined(node: ast.expr, joint: type[ast.operator]) -> list[ast.expr]:
+def _unreadable(text: str) -> SpecError:
+    return SpecError(f"{text!r} is not a spec: write name or name(key=value) with plain values.")
+
+
+def _operands(node: ast.expr, joint: type[ast.operator]) -> list[ast.expr]:
     nodes: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, joint):
         nodes.append(node.right)
@@ -105,31 +110,22 @@ def _joined(node: ast.expr, joint: type[ast.operator]) -> list[ast.expr]:
     return [node, *reversed(nodes)]
 
 
-def _unreadable(text: str) -> SpecError:
-    return SpecError(f"{text!r} is not a spec: write name or name(key=value) with plain values.")
-
-
 def _component(node: ast.expr, text: str) -> Spec:
-    args: list[ast.expr] = []
-    keywords: list[ast.keyword] = []
-    if isinstance(node, ast.Call):
-        args, keywords = node.args, node.keywords
-        node = node.func
-    names = []
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    names, node = [], call.func
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
     if not isinstance(node, ast.Name):
         raise SpecError(f"{text!r} is not a spec: a component starts with its name.")
-    if any(key.arg is None for key in keywords):
+    if any(key.arg is None for key in call.keywords):
         raise SpecError(f"{text!r} is not a spec: ** is not allowed.")
-    name = ".".join([node.id, *reversed(names)])
     try:
-        values = tuple(ast.literal_eval(arg) for arg in args)
-        named = {str(key.arg): ast.literal_eval(key.value) for key in keywords}
+        args = tuple(map(ast.literal_eval, call.args))
+        kwargs = {str(key.arg): ast.literal_eval(key.value) for key in call.keywords}
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise _unreadable(text) from error
-    return Spec(name, values, named)
+    return Spec(".".join([node.id, *reversed(names)]), args, kwargs)
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -150,14 +146,14 @@ def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Calla
     here = str(Path.cwd())
     sys.path.append(here)  # a person's own code may stand in the folder they work in
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        target = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(f"Cannot import the {kind} {name!r}: {error}.") from error
     finally:
         sys.path.remove(here)
-    if not callable(found):
+    if not callable(target):
         raise SpecError(f"{name!r} is not a {kind}.")
-    return typing.cast(Callable[..., Any], found)
+    return typing.cast(Callable[..., Any], target)
 
 
 def bind(
@@ -184,7 +180,9 @@ def bind(
         values[key] = value
     hints = _hints(target)
     for key, value in values.items():
-        _check_type(f"{spec.name}({key}=...)", value, hints.get(key, Any))
+        if not fits(value, hint := hints.get(key, Any)):
+            where = f"{spec.name}({key}=...)"
+            raise SpecError(f"{where} is {value!r}, but it takes {describe(hint)}.")
     missing = [p.name for p in allowed if p.default is p.empty and p.name not in values]
     if missing:
         raise SpecError(f"{kind} {spec.name!r} needs the argument {missing[0]!r}.")
@@ -198,20 +196,15 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _check_type(where: str, value: Any, hint: Any) -> None:
-    if not fits(value, hint):
-        raise SpecError(f"{where} is {value!r}, but it takes {kind(hint)}.")
-
-
-def kind(hint: Any) -> str:
+def describe(hint: Any) -> str:
     """A type in words.
 
-    >>> kind(float | None), kind(typing.Literal["a", "b"])
+    >>> describe(float | None), describe(typing.Literal["a", "b"])
     ('a number or nothing', "'a' or 'b'")
     """
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(kind(option) for option in typing.get_args(hint))
+        return " or ".join(describe(option) for option in typing.get_args(hint))
     if origin is typing.Literal:
         return " or ".join(repr(option) for option in typing.get_args(hint))
     words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
@@ -219,6 +212,7 @@ def kind(hint: Any) -> str:
 
 
 def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; other types than plain ones are not checked."""
     if isinstance(value, int) and abs(value) >= 1 << 63:  # no tensor holds it
         return False
     origin = typing.get_origin(hint)
@@ -226,10 +220,6 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, option) for option in typing.get_args(hint))
     if origin is typing.Literal:
         return value in typing.get_args(hint)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (str, bool):
-        return isinstance(value, hint)
-    return value is None if hint is types.NoneType else True
+    if hint in (float, int):
+        return isinstance(value, hint | int) and not isinstance(value, bool)
+    return isinstance(value, hint) if hint in (str, bool, types.NoneType) else True

@@ -1,7 +1,7 @@
 """Augmentations of uint8 batches, and the views of test-time augmentation.
 
-All take and return uint8 [N, 3, H, W]; every image gets its own draw, no branch on data. Geometry is
-one gather with nearest neighbours and black outside, in 16-bit fixed point as Pillow does it;
+All take and return uint8 [N, 3, H, W]; every image gets its own draw, no branch on data. Geometry
+is one gather with nearest neighbours and black outside, in 16-bit fixed point as Pillow does it;
 colours round down as Pillow does."""
 
 from __future__ import annotations
@@ -18,6 +18,23 @@ from calmatch.core import Transform
 from calmatch.ops import sent
 
 GREY = (125, 123, 114)  # the colour cutout leaves
+BASIC = "identity flip vflip crop translate rotate brightness contrast cutout"
+OPS = spec.Table(
+    {name: f"augment.{name}" for name in BASIC.split()}
+    | {"randaugment": "augment.randaugment.randaugment"}
+)
+
+
+def pipeline(text: str) -> Transform:
+    """The transforms a spec chains, `"flip|crop(4)|cutout(0.5)"` for example."""
+    steps = [spec.bind(item, OPS, "augmentation", given=2) for item in spec.chain(text)]
+
+    def transform(images: Tensor, generator: Generator) -> Tensor:
+        for step in steps:
+            images = step(images, generator)
+        return images
+
+    return transform
 
 
 def identity(images: Tensor, generator: Generator) -> Tensor:
@@ -28,6 +45,12 @@ def identity(images: Tensor, generator: Generator) -> Tensor:
 def flip(images: Tensor, generator: Generator, p: float = 0.5) -> Tensor:
     """Mirror left and right with probability p."""
     return torch.where(_uniform(images, generator) < p, images.flip(-1), images)
+
+
+def _uniform(images: Tensor, generator: Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """A number per image: [N, 1, 1, 1]."""
+    draw = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device)
+    return low + (high - low) * draw
 
 
 def vflip(images: Tensor, generator: Generator, p: float = 0.5) -> Tensor:
@@ -41,9 +64,21 @@ def crop(images: Tensor, generator: Generator, pad: int = 4) -> Tensor:
     if not 0 <= pad < min(height, width):
         raise ValueError(f"crop({pad}) does not fit pictures of {height} x {width}.")
     shift = torch.randint(-pad, pad + 1, (2, n, 1), generator=generator, device=images.device)
-    rows = mirrored(torch.arange(height, device=images.device) + shift[0], height)
-    columns = mirrored(torch.arange(width, device=images.device) + shift[1], width)
+    rows, columns = _mirrored(images, -2, shift[0]), _mirrored(images, -1, shift[1])
     return _gather(images, rows[:, :, None] * width + columns[:, None, :])
+
+
+def _mirrored(images: Tensor, axis: int, shift: Tensor | int) -> Tensor:
+    """Places along an axis after a shift; those outside are reflected into it."""
+    size = images.shape[axis]
+    index = torch.arange(size, device=images.device) + shift
+    return (size - 1 - (size - 1 - index.abs()).abs()).abs()
+
+
+def _gather(images: Tensor, index: Tensor) -> Tensor:
+    """Pixels at flat positions [N, H, W], the same in every channel."""
+    flat = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)
+    return images.flatten(2).gather(2, flat).view_as(images)
 
 
 def translate(images: Tensor, generator: Generator, share: float = 0.3) -> Tensor:
@@ -56,52 +91,16 @@ def translate(images: Tensor, generator: Generator, share: float = 0.3) -> Tenso
 
 def rotate(images: Tensor, generator: Generator, degrees: float = 30.0) -> Tensor:
     """Turn about the centre by up to `degrees` either way, black outside."""
-    turn = _uniform(images, generator, -degrees, degrees)[:, 0, 0, 0] * (
-        -math.pi / 180
-    )  # Pillow's sense
+    angles = _uniform(images, generator, -degrees, degrees)[:, 0, 0, 0]
+    return affine(images, rotation(images, angles))
+
+
+def rotation(images: Tensor, degrees: Tensor) -> Tensor:
+    """The matrices for `affine` that turn about the centre, in Pillow's sense: [N, 6]."""
+    turn = degrees * (-math.pi / 180)
     cos, sin = turn.cos(), turn.sin()
     x, y = images.shape[-1] / 2, images.shape[-2] / 2
-    matrix = [cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y]
-    return affine(images, torch.stack(matrix, 1))
-
-
-def brightness(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
-    """Multiply by a factor between low and high."""
-    factor = _uniform(images, generator, low, high)
-    return _blend(torch.zeros_like(images[:, :1]), images, factor)
-
-
-def contrast(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
-    """Spread about the mean grey by a factor between low and high."""
-    mean = (grey(images).sum((-1, -2, -3), dtype=torch.int64) / images[0, 0].numel() + 0.5).floor()
-    factor = _uniform(images, generator, low, high)
-    return _blend(mean[:, None, None, None], images, factor)
-
-
-def cutout(images: Tensor, generator: Generator, share: float = 0.5) -> Tensor:
-    """Cover a square, centred anywhere, with a side of up to `share` of the width."""
-    height, width = images.shape[-2:]
-    side = _uniform(images, generator, 0, share) * width
-    left = (_uniform(images, generator) * width - side / 2).floor().clamp_min(0)
-    top = (_uniform(images, generator) * height - side / 2).floor().clamp_min(0)
-    x = torch.arange(width, device=images.device)
-    y = torch.arange(height, device=images.device)[:, None]
-    inside = (x >= left) & (x <= left + side) & (y >= top) & (y <= top + side) & (side > 0)
-    colour = sent(torch.tensor(GREY, dtype=images.dtype), images.device)[:, None, None]
-    return torch.where(inside, colour, images)
-
-
-def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Float pictures with the given channel means and deviations taken out."""
-    scale = 1 / (255 * std)
-    return images.to(mean.dtype) * scale[:, None, None] - (mean / std)[:, None, None]
-
-
-def grey(images: Tensor) -> Tensor:
-    """Luminance as Pillow rounds it: [N, 1, H, W] int32."""
-    r, g, b = images.to(torch.int32).split(1, 1)
-    luminance: Tensor = (r * 19595 + g * 38470 + b * 7471 + 0x8000) >> 16
-    return luminance
+    return torch.stack([cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y], 1)
 
 
 def affine(images: Tensor, matrix: Tensor) -> Tensor:
@@ -124,15 +123,22 @@ def wide(numbers: Tensor) -> Tensor:
     return numbers.float() if numbers.device.type == "mps" else numbers.double()
 
 
-def _gather(images: Tensor, index: Tensor) -> Tensor:
-    """Pixels at flat positions [N, H, W], the same in every channel."""
-    flat = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)
-    return images.flatten(2).gather(2, flat).view_as(images)
+def brightness(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
+    """Multiply by a factor between low and high."""
+    return _blend(torch.zeros_like(images[:, :1]), images, _uniform(images, generator, low, high))
 
 
-def mirrored(index: Tensor, size: int) -> Tensor:
-    """Places outside of a side, reflected into it."""
-    return (size - 1 - (size - 1 - index.abs()).abs()).abs()
+def contrast(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
+    """Spread about the mean grey by a factor between low and high."""
+    mean = (grey(images).sum((-1, -2, -3), dtype=torch.int64) / images[0, 0].numel() + 0.5).floor()
+    return _blend(mean[:, None, None, None], images, _uniform(images, generator, low, high))
+
+
+def grey(images: Tensor) -> Tensor:
+    """Luminance as Pillow rounds it: [N, 1, H, W] int32."""
+    r, g, b = images.to(torch.int32).split(1, 1)
+    luminance: Tensor = (r * 19595 + g * 38470 + b * 7471 + 0x8000) >> 16
+    return luminance
 
 
 def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
@@ -140,25 +146,36 @@ def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     return mixed.clamp(0, 255).to(torch.uint8)
 
 
-def _uniform(images: Tensor, generator: Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """A number per picture: [N, 1, 1, 1]."""
-    draw = torch.rand(len(images), 1, 1, 1, generator=generator, device=images.device)
-    return low + (high - low) * draw
+def cutout(images: Tensor, generator: Generator, share: float = 0.5) -> Tensor:
+    """Cover a square, centred anywhere, with a side of up to `share` of the width."""
+    height, width = images.shape[-2:]
+    side = _uniform(images, generator, 0, share) * width
+    left = (_uniform(images, generator) * width - side / 2).floor().clamp_min(0)
+    top = (_uniform(images, generator) * height - side / 2).floor().clamp_min(0)
+    x = torch.arange(width, device=images.device)
+    y = torch.arange(height, device=images.device)[:, None]
+    inside = (x >= left) & (x <= left + side) & (y >= top) & (y <= top + side) & (side > 0)
+    colour = sent(torch.tensor(GREY, dtype=images.dtype), images.device)[:, None, None]
+    return torch.where(inside, colour, images)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Float images with these channel means and deviations subtracted and divided out."""
+    scale = 1 / (255 * std)
+    return images.to(mean.dtype) * scale[:, None, None] - (mean / std)[:, None, None]
 
 
 class View(NamedTuple):
-    """How a picture is looked at."""
+    """One view of an image for test-time augmentation (tta)."""
 
-    right: int = 0  # pixels by which it is cut out further to the right, filled by reflection
+    right: int = 0  # pixels by which it is cropped further to the right, filled by reflection
     down: int = 0
     flipped: bool = False
 
     def __call__(self, images: Tensor) -> Tensor:
         if self == PLAIN:
             return images
-        height, width = images.shape[-2:]
-        rows = mirrored(torch.arange(height, device=images.device) + self.down, height)
-        columns = mirrored(torch.arange(width, device=images.device) + self.right, width)
+        rows, columns = _mirrored(images, -2, self.down), _mirrored(images, -1, self.right)
         columns = columns.flip(0) if self.flipped else columns
         return images.index_select(-2, rows).index_select(-1, columns)
 
@@ -167,7 +184,7 @@ PLAIN = View()
 
 
 def tta_views(number: int, weak: str) -> tuple[View, ...]:
-    """So many looks, fewer where the weak view has fewer to give: it says what is the same picture.
+    """So many tta views, fewer where the weak augmentation has no more: it says what is the same.
 
     >>> tta_views(5, "flip|crop(4)")[2]
     View(right=-4, down=0, flipped=True)
@@ -184,27 +201,6 @@ def tta_views(number: int, weak: str) -> tuple[View, ...]:
     return (PLAIN, *others)[:number]
 
 
-def read_tta(found: Sequence[Sequence[int]]) -> tuple[View, ...]:
-    """Looks from a model file."""
-    return tuple(View(right, down, bool(flipped)) for right, down, flipped in found)
-
-
-OPS = spec.Table(
-    {
-        name: f"augment.{name}"
-        for name in ("identity flip vflip crop translate rotate brightness contrast cutout").split()
-    }
-    | {"randaugment": "augment.randaugment.randaugment"}
-)
-
-
-def pipeline(text: str) -> Transform:
-    """The transforms a spec chains, `"flip|crop(4)|cutout(0.5)"` for example."""
-    steps = [spec.bind(item, OPS, "augmentation", given=2) for item in spec.chain(text)]
-
-    def transform(images: Tensor, generator: Generator) -> Tensor:
-        for step in steps:
-            images = step(images, generator)
-        return images
-
-    return transform
+def read_tta(views: Sequence[Sequence[int]]) -> tuple[View, ...]:
+    """The tta views of a model file."""
+    return tuple(View(right, down, bool(flipped)) for right, down, flipped in views)

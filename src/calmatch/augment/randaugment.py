@@ -1,20 +1,21 @@
-"""RandAugment as FixMatch uses it, on a whole batch: every picture its own operations, order and
-magnitudes, with Pillow's semantics (nearest neighbour, black fill, integer rounding).
+"""RandAugment as FixMatch uses it, on a whole batch: every image its own operations and magnitudes.
 
-A round applies one operation to each picture without a branch on data. Rotations, shears and shifts
-are one gather with a matrix per picture; what maps values to values is one lookup in a table per
-picture and channel; colour and sharpness blend with a grey or a smoothed picture.
+Pillow's semantics (nearest neighbour, black fill, integer rounding). A round applies one operation
+to each image without a branch on data. Rotations, shears and shifts are one gather with a matrix
+per image; what maps values to values is one lookup in a table per image and channel; colour and
+sharpness blend with a grey or a smoothed image.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+import operator
 from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor
 
-from calmatch.augment import affine, grey, wide
+from calmatch.augment import affine, grey, rotation, wide
 from calmatch.ops import sent
 
 RANGES = {  # USB's operations and the ranges their values are drawn from
@@ -34,29 +35,23 @@ RANGES = {  # USB's operations and the ranges their values are drawn from
     "translate_y": (-0.3, 0.3),
 }
 NAMES = list(RANGES)
-BLOCK = 256  # pictures at once on a CPU: what fits its cache
-ACTS = {
-    "_moved": ("rotate", "shear_x", "shear_y", "translate_x", "translate_y"),
-    "_mapped": ("autocontrast", "brightness", "contrast", "equalize", "posterize", "solarize"),
-    "_blended": ("color", "sharpness"),
-}
-Kind = Callable[[Tensor, Tensor, Tensor], Tensor]
+BLOCK = 256  # images at once on a CPU: what fits its cache
 
 
 def randaugment(images: Tensor, generator: Generator, n: int = 3) -> Tensor:
-    """Apply n operations, drawn with replacement, to each picture."""
+    """Apply n operations, drawn with replacement, to each image."""
     shape, device = (n, len(images)), images.device
     ops = torch.randint(len(NAMES), shape, generator=generator, device=device)
     draws = torch.rand(shape, generator=generator, device=device)
     size = BLOCK if images.device.type == "cpu" else max(1, len(images))
-    blocks = zip(images.split(size), ops.split(size, 1), draws.split(size, 1), strict=True)
-    return torch.cat([_rounds(*block) for block in blocks])
-
-
-def _rounds(images: Tensor, ops: Tensor, draws: Tensor) -> Tensor:
-    for op, draw in zip(ops, draws, strict=True):
-        images = apply(images, op, value(op, draw))
-    return images
+    blocks = []
+    for block, *rounds in zip(
+        images.split(size), ops.split(size, 1), draws.split(size, 1), strict=True
+    ):
+        for op, draw in zip(*rounds, strict=True):
+            block = apply(block, op, value(op, draw))
+        blocks.append(block)
+    return torch.cat(blocks)
 
 
 def value(op: Tensor, draw: Tensor) -> Tensor:
@@ -66,85 +61,60 @@ def value(op: Tensor, draw: Tensor) -> Tensor:
 
 
 def apply(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    """One round: operation op[i] (a place in NAMES) with value[i] on picture i."""
-    for kind in (_moved, _mapped, _blended):
-        images = _where_it_acts(kind, images, op, value)
+    """One round: operation op[i] (a place in NAMES) with value[i] on image i."""
+    kinds: tuple[tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str], ...] = (
+        (_move, "rotate shear_x shear_y translate_x translate_y"),
+        (_map, "autocontrast brightness contrast equalize posterize solarize"),
+        (_blend, "color sharpness"),
+    )
+    for act, names in kinds:
+        if images.device.type != "cpu" or torch.compiler.is_compiling():
+            images = act(images, op, value)
+        else:  # it leaves other images as they are, so a CPU need not compute them
+            rows = _is(op, names).nonzero()[:, 0]
+            images = images.index_copy(0, rows, act(images[rows], op[rows], value[rows]))
     return images
 
 
-def _where_it_acts(kind: Kind, images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    """A kind of operation leaves other pictures as they are, so a CPU need not look at them."""
-    if images.device.type != "cpu" or torch.compiler.is_compiling():
-        return kind(images, op, value)
-    rows = _is(op, *ACTS[kind.__name__]).nonzero()[:, 0]
-    return images.index_copy(0, rows, kind(images[rows], op[rows], value[rows]))
+def _is(op: Tensor, names: str) -> Tensor:
+    """Where the operation is one of these: bool [N]."""
+    return functools.reduce(operator.or_, [op == NAMES.index(name) for name in names.split()])
 
 
-def _is(op: Tensor, *names: str) -> Tensor:
-    found = op == NAMES.index(names[0])
-    for name in names[1:]:
-        found = found | (op == NAMES.index(name))
-    return found
-
-
-def _moved(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    return affine(images, _matrix(images, op, value))
-
-
-def _mapped(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    return _table(images, op, value).gather(2, images.flatten(2).long()).view_as(images)
-
-
-def _matrix(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    """Where each picture is sampled: [N, 6], the identity for operations that move nothing."""
+def _move(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """Rotate, shear and translate: sample each image by a matrix, the identity for the others."""
     height, width = images.shape[-2:]
     v = wide(value)
     zero = torch.zeros_like(v)
-    turn = torch.where(_is(op, "rotate"), v, zero) * (-math.pi / 180)
-    cos, sin = turn.cos(), turn.sin()
-    x, y = width / 2, height / 2
-    shear_x = torch.where(_is(op, "shear_x"), v, zero)
-    shear_y = torch.where(_is(op, "shear_y"), v, zero)
-    right = torch.where(_is(op, "translate_x"), v * width, zero)
-    down = torch.where(_is(op, "translate_y"), v * height, zero)
-    return torch.stack(
-        [
-            cos,
-            sin + shear_x,
-            x - cos * x - sin * y + right,
-            shear_y - sin,
-            cos,
-            y + sin * x - cos * y + down,
-        ],
-        1,
-    )
+
+    def of(name: str, amount: Tensor) -> Tensor:
+        return torch.where(_is(op, name), amount, zero)
+
+    right, down = of("translate_x", v * width), of("translate_y", v * height)
+    moved = torch.stack([zero, of("shear_x", v), right, of("shear_y", v), zero, down], 1)
+    return affine(images, rotation(images, of("rotate", v)) + moved)
 
 
-def _table(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    """New values of the 256 old ones, per picture and channel: uint8 [N, 3, 256]."""
+def _map(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """Look the values up in a table of the 256 new ones per image and channel."""
     levels = torch.arange(256, device=images.device)
     n = len(images)
     v = value.view(n, 1, 1)
-    # posterize and solarize
     bits = 8 - value.floor().clamp(0, 8).long().view(n, 1, 1)
-    posterized = (levels >> bits) << bits
-    solarized = torch.where(levels < v, levels, 255 - levels)
     # brightness and contrast: blends with black or the mean grey, rounded down
     pixels = images.shape[-1] * images.shape[-2]
     mean = (wide(grey(images).sum((1, 2, 3), dtype=torch.int64)) / pixels + 0.5).floor()
     base = torch.where(_is(op, "contrast"), mean, 0.0).float().view(n, 1, 1)
-    blended = (base + (levels - base) * v).clamp(0, 255).long()
     table = levels.expand(n, 1, 256)
     for names, new in (
-        (("posterize",), posterized),
-        (("solarize",), solarized),
-        (("brightness", "contrast"), blended),
+        ("posterize", (levels >> bits) << bits),
+        ("solarize", torch.where(levels < v, levels, 255 - levels)),
+        ("brightness contrast", (base + (levels - base) * v).clamp(0, 255).long()),
+        ("autocontrast", _stretched(images)),
+        ("equalize", _equalised(images)),
     ):
-        table = torch.where(_is(op, *names).view(n, 1, 1), new, table)
-    table = table.expand(n, 3, 256)
-    table = torch.where(_is(op, "autocontrast").view(n, 1, 1), _stretched(images), table)
-    table = torch.where(_is(op, "equalize").view(n, 1, 1), _equalised(images), table)
-    return table.to(torch.uint8)
+        table = torch.where(_is(op, names).view(n, 1, 1), new, table)
+    return table.to(torch.uint8).gather(2, images.flatten(2).long()).view_as(images)
 
 
 def _stretched(images: Tensor) -> Tensor:
@@ -173,13 +143,12 @@ def _equalised(images: Tensor) -> Tensor:
     return torch.where(step > 0, table.clamp(0, 255), levels)
 
 
-def _blended(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
-    """Colour and sharpness: between a degenerate picture and the picture, rounded down."""
-    n = len(images)
-    colour, sharp = _is(op, "color").view(n, 1, 1, 1), _is(op, "sharpness").view(n, 1, 1, 1)
+def _blend(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """Colour and sharpness: between a degenerate image and the image, rounded down."""
+    colour, sharp = (_is(op, name)[:, None, None, None] for name in ("color", "sharpness"))
     plain = images.float()
     base = torch.where(colour, grey(images).float(), torch.where(sharp, _smooth(plain), plain))
-    mixed = base + (plain - base) * value.view(n, 1, 1, 1)
+    mixed = base + (plain - base) * value[:, None, None, None]
     return torch.where(colour | sharp, mixed.clamp(0, 255).to(torch.uint8), images)
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -53,6 +53,16 @@ def job_state(job: Job) -> str:
     return "half done" if saved_step(job.folder) else "new"
 
 
+def is_held(folder: Path) -> bool:
+    """Whether another process works in this folder."""
+    try:
+        with (folder / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
 def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint; 0: none."""
     names = sorted((folder / "checkpoint").glob("*.safetensors"))
@@ -71,42 +81,36 @@ def reached_step(folder: Path) -> int:
     return int(json.loads(whole[-1])["step"]) if whole else 0
 
 
-def read_times(folder: Path) -> list[dict[str, float]]:
-    """When each line was written; a half-written last one is left out."""
-    try:
-        text = (folder / "times.jsonl").read_text()
-    except OSError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def is_held(folder: Path) -> bool:
-    """Whether another process works in this folder."""
-    try:
-        with (folder / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def job_command(*jobs: Job) -> list[str]:
-    """What runs them. Their configs were made by our code, not found in a file: trusted."""
+    """What runs them. Their configs were made by our code, not read from a file: trusted."""
     for job in jobs:
         find_finished(job.folder, job.config)  # another run's config is not overwritten
         job.folder.mkdir(parents=True, exist_ok=True)
         path = job.folder / "config.json"
-        wanted = job.config.dump()
-        if not path.exists() or json.loads(path.read_text("utf-8")) != wanted:
-            files.write_json(path, wanted)
+        fields = job.config.dump()
+        if not path.exists() or json.loads(path.read_text("utf-8")) != fields:
+            files.write_json(path, fields)
     if len(jobs) > 1:
-        folders = [str(job.folder) for job in jobs]
-        return [sys.executable, "-c", TRAIN_FOLDERS, *folders]
+        return [sys.executable, "-c", TRAIN_FOLDERS, *(str(job.folder) for job in jobs)]
     folder = jobs[0].folder
     words = ["train", str(folder / "config.json"), "--out", str(folder), "--trust", "--quiet"]
     return [sys.executable, "-m", "calmatch", *words]
+
+
+def train_folders() -> int:
+    """Train the runs in the folders that the command line names; they differ in seeds only."""
+    from calmatch.report import build
+    from calmatch.training.loop import train_together
+
+    folders = [Path(word) for word in sys.argv[1:]]
+    configs = [Config().replace(**files.read_json(each / "config.json")) for each in folders]
+
+    def train() -> int:
+        for run in train_together(configs, folders, quiet=True):
+            build([run], run.folder / "report.html")
+        return 0
+
+    return run_guarded(train, "train")
 
 
 def start_job(
@@ -119,7 +123,16 @@ def start_job(
         env: what its environment adds to ours.
         orphaned: the signal it gets when this process dies, however that ends (Linux only).
     """
-    words = job_command(*jobs)
+    words, parent = job_command(*jobs), os.getpid()
+    linux = sys.platform.startswith("linux")
+    prctl = ctypes.CDLL(None).prctl if linux else None  # looked up before the fork
+
+    def die_with_parent() -> None:
+        assert prctl
+        prctl(1, orphaned)  # PR_SET_PDEATHSIG: the kernel sends it when the parent dies
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(128 + orphaned)
+
     with (jobs[0].folder / RUN_LOG).open("ab") as log:
         log.write(f"# {datetime.now():%Y-%m-%d %H:%M:%S} {' '.join(words)}\n".encode())
         log.flush()
@@ -130,50 +143,43 @@ def start_job(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid(), orphaned),
+            preexec_fn=die_with_parent if linux else None,
         )
-
-
-def _die_with_parent(parent: int, number: int) -> Callable[[], None] | None:
-    """Called in the child: the kernel shall send it a signal when its parent dies."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def ask() -> None:
-        prctl(1, number)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(128 + number)
-
-    return ask
 
 
 def close_log(folder: Path, code: int, seconds: float) -> None:
     """The last line of an attempt in its log."""
     with (folder / RUN_LOG).open("a") as log:
-        log.write(f"# {describe_exit(code)} after {seconds:.1f} s\n")
+        log.write(f"# {_describe_exit(code)} after {seconds:.1f} s\n")
 
 
 def last_log_lines(folder: Path, n: int = 5) -> list[str]:
     """The end of the log of the newest attempt."""
+    newest: list[str] = []
+    for line in _read_text(folder / RUN_LOG).splitlines():
+        if re.match(r"# \d{4}-", line):
+            newest.clear()
+        elif line.strip() and not line.startswith("# "):
+            newest.append(line)
+    return newest[-n:]
+
+
+def _read_text(path: Path) -> str:
+    """A file's text; empty where there is none."""
     try:
-        lines = (folder / RUN_LOG).read_text("utf-8", errors="replace").splitlines()
+        return path.read_text("utf-8", errors="replace")
     except OSError:
-        return []
-    starts = [k for k, line in enumerate(lines) if re.match(r"# \d{4}-", line)]
-    newest = lines[starts[-1] + 1 if starts else 0 :]
-    return [line for line in newest if line.strip() and not line.startswith("# ")][-n:]
+        return ""
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words."""
-    if code < 0:
-        hint = ", out of memory perhaps" if code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-code).name}{hint}"
-    return f"exit code {code}"
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    hint = ", out of memory perhaps" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
 
 
-RUNS_PER_GPU = 3  # seeds side by side on one card: 1.3 times as fast as one by one on an H200
+RUNS_PER_GPU = 3  # seeds side by side on one GPU: 1.3 times as fast as one by one on an H200
 RUNS_PER_PROCESS = 5  # of them in one process, however many run at once: more end no sooner
 
 
@@ -186,31 +192,28 @@ class Worker(NamedTuple):
 
 
 def local_workers(runs: int, per_device: int = 0) -> list[Worker]:
-    """The places of this machine.
+    """The workers of this machine.
 
-    On a CPU every core is a place: two runs with a thread each are faster than one after the
+    On a CPU every core is a worker: two runs with a thread each are faster than one after the
     other with two (docs/engines.md has the numbers). More cores than runs are shared among them.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = cores or 1
-    kind, cards = local_devices()
-    if kind == "cpu":
-        n = per_device or max(1, min(cores, runs))
-        env = {"OMP_NUM_THREADS": str(max(1, cores // n))}
-        return [Worker(f"cpu {k}", env) for k in range(n)]
-    if kind != "cuda":
-        n = per_device or 1
-        return [Worker(kind, {"OMP_NUM_THREADS": str(max(1, cores // n))}) for _ in range(n)]
-    processes = len(cards) * max(1, per_device // RUNS_PER_GPU)
+    kind, gpus = local_devices()
+    processes = per_device or (max(1, min(cores, runs)) if kind == "cpu" else 1)
+    if kind == "cuda":
+        processes = len(gpus) * max(1, per_device // RUNS_PER_GPU)
     env = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+    if kind != "cuda":
+        return [Worker(f"cpu {k}" if kind == "cpu" else kind, env) for k in range(processes)]
     return [
-        Worker(f"cuda {card}", {**env, "CUDA_VISIBLE_DEVICES": card}, per_device or RUNS_PER_GPU)
-        for card in cards
+        Worker(f"cuda {gpu}", {**env, "CUDA_VISIBLE_DEVICES": gpu}, per_device or RUNS_PER_GPU)
+        for gpu in gpus
     ]
 
 
 def local_devices() -> tuple[str, list[str]]:
-    """What kind of device there is, and the cards' ids as CUDA_VISIBLE_DEVICES names them."""
+    """What kind of device there is, and the GPUs' ids as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     if count := torch.cuda.device_count():
@@ -220,106 +223,95 @@ def local_devices() -> tuple[str, list[str]]:
 
 
 def run_locally(
-    todo: Sequence[Job],
-    board: SuiteProgress,
-    places: Sequence[Worker],
-    asked: Sequence[int],
+    jobs: Sequence[Job],
+    progress: SuiteProgress,
+    workers: Sequence[Worker],
+    signals: Sequence[int],
     minutes: float = math.inf,
 ) -> None:
-    """Run everything; a failed run touches no other. `asked` grows when a signal arrives.
+    """Run everything; a failed run touches no other. `signals` grows when one arrives.
 
     After so many minutes running ones write a checkpoint and end; none is begun that would not
-    be done by then, judged by the last one that ended.
+    be done by then, if it takes as long as the last one that ended.
     """
-    waiting, room, told = list(todo), [slot.together for slot in places], 0
+    waiting, room, answered = list(jobs), [worker.together for worker in workers], 0
     running: dict[tuple[Job, ...], tuple[subprocess.Popen[bytes], int]] = {}
     end, took = time.monotonic() + 60 * minutes, 0.0
     try:
         while waiting or running:
             if time.monotonic() + took > end:
-                for job in waiting:
-                    board.move(job, "left")
-                waiting.clear()
-            calls = len(asked) + (time.monotonic() > end)
-            if calls > told:  # once: checkpoint and end; twice: end
-                told = calls
-                board.halt()
+                progress.move_all(waiting, "left")
+            stops = len(signals) + (time.monotonic() > end)
+            if stops > answered:  # once: checkpoint and end; twice: end
+                answered = stops
+                progress.halt()
                 for process, _ in running.values():
                     process.terminate()
-                for job in waiting:
-                    board.move(job, "stopped")
-                waiting.clear()
-            for place, slot in enumerate(places):
+                progress.move_all(waiting, "stopped")
+            for place, worker in enumerate(workers):
                 while room[place] and (
-                    ready := _next_bundle(waiting, board, min(RUNS_PER_PROCESS, room[place]))
+                    bundle := _next_bundle(waiting, progress, min(RUNS_PER_PROCESS, room[place]))
                 ):
-                    running[ready] = (start_job(*ready, env=slot.env), place)
-                    room[place] -= len(ready)
-                    for job in ready:
-                        board.move(job, "running", slot.name)
+                    running[bundle] = (start_job(*bundle, env=worker.env), place)
+                    room[place] -= len(bundle)
+                    for job in bundle:
+                        progress.move(job, "running", worker.name)
             for bundle, (process, place) in list(running.items()):
                 code = process.poll()
                 for job in bundle:
-                    board.items[job].step = reached_step(job.folder)
+                    progress.items[job].step = reached_step(job.folder)
                 if code is not None:
                     del running[bundle]
                     room[place] += len(bundle)
-                    took = time.monotonic() - board.items[bundle[0]].began
+                    took = time.monotonic() - progress.items[bundle[0]].began
                     close_log(bundle[0].folder, code, took)
                     for job in bundle:
-                        if code and not calls and is_held(job.folder):  # somebody was faster
+                        if code and not stops and is_held(job.folder):  # somebody was faster
                             waiting.append(job)
                         else:
-                            record_exit(job, code, board, stopping=calls > 0, log=bundle[0])
-            board.tick()
+                            record_exit(job, code, progress, stopping=stops > 0, log=bundle[0])
+            progress.tick()
             time.sleep(0.2)
     finally:  # also when we ourselves fail: nobody goes on unseen
         for process, _ in running.values():
             process.kill()
 
 
-def _next_bundle(waiting: list[Job], board: SuiteProgress, most: int) -> tuple[Job, ...]:
-    """The next run with others that differ from it in their seeds only; empty: none is ready."""
-    first = _next_job(waiting, board)
-    if first is None:
-        return ()
-    alike = [job for job in waiting if without_seeds(job.config) == without_seeds(first.config)]
-    found = [first]
-    while len(found) < most and (other := _next_job(alike, board)):
-        waiting.remove(other)
-        found.append(other)
-    return tuple(found)
-
-
-def _next_job(waiting: list[Job], board: SuiteProgress) -> Job | None:
-    """The first run that nobody else works on; those that others have finished are kept."""
+def _next_bundle(waiting: list[Job], progress: SuiteProgress, most: int) -> tuple[Job, ...]:
+    """The next run that nobody else works on, with others that differ in their seeds only."""
+    bundle: list[Job] = []
     for job in list(waiting):
+        if bundle and without_seeds(job.config) != without_seeds(bundle[0].config):
+            continue
         if is_held(job.folder):
-            board.move(job, "held", note="by another process; waiting for it")
+            progress.move(job, "held", note="by another process; waiting for it")
             continue
         waiting.remove(job)
-        if job_state(job) != "finished":
-            return job
-        board.move(job, "kept")
-    return None
+        if job_state(job) == "finished":  # by somebody else
+            progress.move(job, "kept")
+        else:
+            bundle.append(job)
+        if len(bundle) == most:
+            break
+    return tuple(bundle)
 
 
 def record_exit(
-    job: Job, code: int, board: SuiteProgress, stopping: bool, log: Job | None = None
+    job: Job, code: int, progress: SuiteProgress, stopping: bool, log: Job | None = None
 ) -> None:
     """What a process that ended means for one of its runs; `log` is the run that has its log."""
     if code == 0:
-        state, note = "finished", ""
+        progress.move(job, "finished")
     elif stopping and code in (130, 143, -signal.SIGTERM):
-        state, note = "stopped", ""
+        progress.move(job, "stopped")
     else:
-        lines = [describe_exit(code), *last_log_lines((log or job).folder)[-1:]]
-        state, note = "failed", ": ".join(lines)
-    board.move(job, state, note=note)
+        lines = [_describe_exit(code), *last_log_lines((log or job).folder, 1)]
+        progress.move(job, "failed", note=": ".join(lines))
 
 
 SHOWN_DONE = 5  # runs that were finished last, shown on a terminal
 OPEN_STATES = ("waiting", "held", "running")
+STATES = "finished kept running held failed stopped waiting".split()
 
 
 @dataclass
@@ -338,9 +330,9 @@ class JobStatus:
 class SuiteProgress:
     """How every run of a suite stands; engines move the items, this shows them."""
 
-    def __init__(self, title: str, todo: Sequence[Job], quiet: bool = False) -> None:
+    def __init__(self, title: str, jobs: Sequence[Job], quiet: bool = False) -> None:
         self.title, self.quiet = title, quiet
-        self.items = {job: JobStatus(job, first=saved_step(job.folder)) for job in todo}
+        self.items = {job: JobStatus(job, first=saved_step(job.folder)) for job in jobs}
         for item in self.items.values():
             item.step = item.first
         self.began = time.monotonic()
@@ -357,43 +349,41 @@ class SuiteProgress:
 
     def __exit__(self, *_: object) -> None:
         if self.live:
-            self.live.update(self.table(), refresh=True)
+            self.live.update(self._table(), refresh=True)
             self.live.stop()
 
     def move(self, job: Job, state: str, where: str = "", note: str = "") -> None:
         """A run changes its state; in a pipe that is a line."""
         item = self.items[job]
         before, item.state, item.where, item.note = item.state, state, where, note
+        text = ""
         if state == "running":
             item.began = time.monotonic()
             item.step = saved_step(job.folder)
-            self._say(item, f"continues at step {item.step:,}" if item.step else "")
+            text = f"continues at step {item.step:,}" if item.step else ""
         elif state == "finished":
             item.step = job.config.steps
-            item.note = f"{format_duration(time.monotonic() - item.began)}, {_result_text(job)}"
+            metrics = load_run(job.folder).result.metrics
+            error, ece = (100 * metrics[key].value for key in ("error", "ece"))
+            spent = format_duration(time.monotonic() - item.began)
+            item.note = f"{spent}, error {error:.1f} %, ECE {ece:.1f} %"
             self.done.append(item)
-            self._say(item, f"finished in {item.note}{self._left()}")
+            text = f"finished in {item.note}{self._time_left()}"
         elif state == "kept":
             item.step = job.config.steps
-            self._say(item, "kept: another process finished it" if before == "held" else "")
+            text = "kept: another process finished it" if before == "held" else ""
         elif state not in (before, "left"):  # what is left is counted at the end
-            self._say(item, f"{state} {note}".strip())
+            text = f"{state} {note}".strip()
+        if text and not self.quiet and not self.live:
+            closed = sum(item.state not in OPEN_STATES for item in self.items.values())
+            line = f"[{closed}/{len(self.items)}] {job.name}: {text}"
+            console.print(line, markup=False, soft_wrap=True)
 
-    def tick(self) -> None:
-        """Draw anew, twice a second at most."""
-        if self.live and time.monotonic() - self.drawn > 0.5:
-            self.drawn = time.monotonic()
-            self.live.update(self.table(), refresh=True)
-
-    def counts(self) -> Counter[str]:
-        return Counter(item.state for item in self.items.values())
-
-    def left(self) -> float | None:
-        """Seconds to go, at the speed at which this command has advanced so far."""
-        going = [item for item in self.items.values() if item.state in OPEN_STATES]
-        done = sum(item.step - item.first for item in self.items.values() if item.state != "kept")
-        ahead = sum(item.job.config.steps - item.step for item in going)
-        return (time.monotonic() - self.began) * ahead / done if done > 0 else None
+    def move_all(self, waiting: list[Job], state: str) -> None:
+        """None of these is begun."""
+        for job in waiting:
+            self.move(job, state)
+        waiting.clear()
 
     def halt(self) -> None:
         """Say that everything is about to end."""
@@ -401,23 +391,20 @@ class SuiteProgress:
             message(f"{self.title}: stopping; running ones write their checkpoints.")
         self.stopping = True
 
-    def _left(self) -> str:
-        if self.stopping:
-            return "; stopping, checkpoints are written (again: at once)"
-        left = self.left()
-        return f"; about {format_duration(left)} left" if left else ""
+    def tick(self) -> None:
+        """Draw anew, twice a second at most."""
+        if self.live and time.monotonic() - self.drawn > 0.5:
+            self.drawn = time.monotonic()
+            self.live.update(self._table(), refresh=True)
 
-    def _say(self, item: JobStatus, words: str) -> None:
-        if words and not self.quiet and not self.live:
-            closed = sum(item.state not in OPEN_STATES for item in self.items.values())
-            line = f"[{closed}/{len(self.items)}] {item.job.name}: {words}"
-            console.print(line, markup=False, soft_wrap=True)
+    def counts(self) -> Counter[str]:
+        return Counter(item.state for item in self.items.values())
 
-    def table(self) -> Group:
+    def _table(self) -> Group:
         """Running runs, the last that ended and all that failed, under a line that counts all."""
         counts = self.counts()
-        words = [f"{counts[state]} {state}" for state in _ordered_states(counts)]
-        head = f"{self.title}: {len(self.items)} runs, {', '.join(words)}{self._left()}"
+        words = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+        head = f"{self.title}: {len(self.items)} runs, {', '.join(words)}{self._time_left()}"
         table = Table.grid(padding=(0, 2))
         for item in self.items.values():
             if item.state == "running":
@@ -431,16 +418,15 @@ class SuiteProgress:
         ]
         return Group(Text(head, style="bold"), table, *lines)
 
-
-def _ordered_states(counts: Counter[str]) -> list[str]:
-    every = ("finished", "kept", "running", "held", "failed", "stopped", "waiting")
-    return [state for state in every if counts[state]]
-
-
-def _result_text(job: Job) -> str:
-    metrics = load_run(job.folder).result["metrics"]
-    error, ece = (100 * metrics[key]["value"] for key in ("error", "ece"))
-    return f"error {error:.1f} %, ECE {ece:.1f} %"
+    def _time_left(self) -> str:
+        """Seconds to go, at the speed at which this command has advanced so far, as text."""
+        if self.stopping:
+            return "; stopping, checkpoints are written (again: at once)"
+        items = self.items.values()
+        done = sum(item.step - item.first for item in items if item.state != "kept")
+        ahead = sum(i.job.config.steps - i.step for i in items if i.state in OPEN_STATES)
+        left = (time.monotonic() - self.began) * ahead / done if done > 0 else 0.0
+        return f"; about {format_duration(left)} left" if left else ""
 
 
 def format_duration(seconds: float) -> str:
@@ -450,10 +436,11 @@ def format_duration(seconds: float) -> str:
     ['5 s', '3 min 20 s', '2 h 1 min', '3 d 11 h']
     """
     whole = round(seconds)
-    for unit, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+    units = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+    for unit, size, small, part in units:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // part} {small}"
-    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+    return f"{whole} s"
 
 
 LONGEST_MEASUREMENT = 120.0  # seconds that one measurement may take
@@ -475,61 +462,71 @@ def speed_keys(config: Config) -> list[SpeedKey]:
     return [(config.dataset, config.method, *rough), rough]
 
 
-def throughput_of(folder: Path, steps: int) -> Throughput | None:
-    """The pace of a run from its times; None where there are too few.
+def estimate_seconds(
+    jobs: Sequence[Job], throughputs: Mapping[SpeedKey, Throughput]
+) -> tuple[float, int]:
+    """Seconds that these runs take one after the other, and how many are unknown."""
+    total, unknown = 0.0, 0
+    for job in jobs:
+        if throughput := find_throughput(job.config, throughputs):
+            steps = job.config.steps - saved_step(job.folder)
+            total += throughput.around + throughput.step * steps
+        else:
+            unknown += 1
+    return total, unknown
+
+
+def find_throughput(
+    config: Config, throughputs: Mapping[SpeedKey, Throughput]
+) -> Throughput | None:
+    """That of the same method on the same data, or else of the same network and batch."""
+    return next((throughputs[key] for key in speed_keys(config) if key in throughputs), None)
+
+
+def known_throughputs(jobs: Sequence[Job]) -> dict[SpeedKey, Throughput]:
+    """Medians over the folders of these runs, by exact keys and by rough ones."""
+    by_key: dict[SpeedKey, list[Throughput]] = {}
+    for job in jobs:
+        if throughput := read_throughput(job.folder, job.config.steps):
+            for key in speed_keys(job.config):
+                by_key.setdefault(key, []).append(throughput)
+    medians = {}
+    for key, throughputs in by_key.items():
+        steps, around = zip(*throughputs, strict=True)
+        known = [seconds for seconds in around if seconds] or [0.0]
+        medians[key] = Throughput(statistics.median(steps), statistics.median(known))
+    return medians
+
+
+def read_throughput(folder: Path, steps: int) -> Throughput | None:
+    """The throughput of a run from its times; None where there are too few.
 
     A gap of more than twenty usual intervals is a night in which the run was stopped.
     """
-    moments = {int(line["step"]): line["unix"] for line in read_times(folder)}
+    lines = _read_text(folder / "times.jsonl").splitlines(keepends=True)
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]  # not one half written
+    moments = {int(line["step"]): line["unix"] for line in whole}
     spans = [(b - a, moments[b] - moments[a]) for a, b in pairwise(sorted(moments))]
     rates = [seconds / n for n, seconds in spans if seconds > 0]
     if not rates:
         return None
     usual = statistics.median(rates)
-    kept = [(n, s) for n, s in spans if 0 < s / n <= 20 * usual]
-    step = sum(s for _, s in kept) / sum(n for n, _ in kept)
-    whole = wall_time(folder)
-    return Throughput(step, max(0.0, whole - step * steps) if whole else 0.0)
+    steady = [(n, seconds) for n, seconds in spans if 0 < seconds / n <= 20 * usual]
+    step = sum(seconds for _, seconds in steady) / sum(n for n, _ in steady)
+    log = _read_text(folder / RUN_LOG)
+    starts = re.findall(r"^# \d{4}-", log, re.MULTILINE)
+    ends = re.findall(r"^# exit code 0 after ([\d.]+) s$", log, re.MULTILINE)
+    in_one_go = len(starts) == len(ends) == 1
+    return Throughput(step, max(0.0, float(ends[0]) - step * steps) if in_one_go else 0.0)
 
 
-def wall_time(folder: Path) -> float | None:
-    """Wall time of a run that was finished in one go by an engine."""
-    try:
-        text = (folder / RUN_LOG).read_text("utf-8", errors="replace")
-    except OSError:
-        return None
-    starts = re.findall(r"^# \d{4}-", text, re.MULTILINE)
-    ends = re.findall(r"^# exit code 0 after ([\d.]+) s$", text, re.MULTILINE)
-    return float(ends[0]) if len(starts) == len(ends) == 1 else None
-
-
-def known_throughputs(todo: Sequence[Job]) -> dict[SpeedKey, Throughput]:
-    """What the folders of these runs tell, the exact keys and the rough ones."""
-    found: dict[SpeedKey, list[Throughput]] = {}
-    for job in todo:
-        if pace := throughput_of(job.folder, job.config.steps):
-            for key in speed_keys(job.config):
-                found.setdefault(key, []).append(pace)
-    return {key: _median_throughput(paces) for key, paces in found.items()}
-
-
-def _median_throughput(paces: Sequence[Throughput]) -> Throughput:
-    around = [pace.around for pace in paces if pace.around] or [0.0]
-    return Throughput(statistics.median(pace.step for pace in paces), statistics.median(around))
-
-
-def find_throughput(config: Config, paces: Mapping[SpeedKey, Throughput]) -> Throughput | None:
-    return next((paces[key] for key in speed_keys(config) if key in paces), None)
-
-
-def measure_throughput(config: Config, slot: Worker) -> Throughput | None:
-    """The pace of a few real steps in a process of its own; None where they cannot be made."""
-    chunk = config.chunk if "CUDA_VISIBLE_DEVICES" in slot.env else 4
+def measure_throughput(config: Config, worker: Worker) -> Throughput | None:
+    """A few real steps in a process of their own; None where they cannot be made."""
+    chunk = config.chunk if "CUDA_VISIBLE_DEVICES" in worker.env else 4
     short = config.replace(steps=4 * chunk, chunk=chunk, log_every=chunk, eval_every=0, warmup=0)
-    with tempfile.TemporaryDirectory(prefix="calmatch-pace-") as name:
-        job = Job("pace", short, Path(name))
-        began = time.monotonic()
-        process = start_job(job, env=slot.env)
+    with tempfile.TemporaryDirectory(prefix="calmatch-throughput-") as name:
+        folder, began = Path(name), time.monotonic()
+        process = start_job(Job("throughput", short, folder), env=worker.env)
         try:
             process.wait(LONGEST_MEASUREMENT)
         except subprocess.TimeoutExpired:
@@ -537,35 +534,6 @@ def measure_throughput(config: Config, slot: Worker) -> Throughput | None:
         finally:
             process.kill()
             process.wait()
-        whole = time.monotonic() - began
-        pace = throughput_of(job.folder, short.steps)
-        return Throughput(pace.step, max(0.0, whole - short.steps * pace.step)) if pace else None
-
-
-def estimate_seconds(
-    todo: Sequence[Job], paces: Mapping[SpeedKey, Throughput]
-) -> tuple[float, int]:
-    """Seconds that these runs take one after the other, and how many are unknown."""
-    total, unknown = 0.0, 0
-    for job in todo:
-        pace = find_throughput(job.config, paces)
-        unknown += pace is None
-        if pace:
-            total += pace.around + pace.step * (job.config.steps - saved_step(job.folder))
-    return total, unknown
-
-
-def train_folders() -> int:
-    """Train the runs in the folders that the command line names; they differ in seeds only."""
-    from calmatch.report import build
-    from calmatch.training.loop import train_together
-
-    folders = [Path(word) for word in sys.argv[1:]]
-    configs = [Config().replace(**files.read_json(each / "config.json")) for each in folders]
-
-    def train() -> int:
-        for run in train_together(configs, folders, quiet=True):
-            build([run], run.folder / "report.html")
-        return 0
-
-    return run_guarded(train, "train")
+        total = time.monotonic() - began
+        measured = read_throughput(folder, short.steps)
+    return measured and Throughput(measured.step, max(0.0, total - short.steps * measured.step))

@@ -1,4 +1,4 @@
-"""Tables as Markdown, LaTeX, HTML or tidy CSV: aligned, escaped, the best bold, the second underlined."""
+"""Tables as Markdown, LaTeX or HTML: aligned, escaped, the best bold, the second underlined."""
 
 from __future__ import annotations
 
@@ -33,43 +33,38 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def _markdown(table: Table) -> str:
-    marks = {"": "{}", "best": "**{}**", "second": "<u>{}</u>"}
-
     def plain(text: str) -> str:
         return re.sub(r"([\\|<>*`])", r"\\\1", text).replace("\n", " ")
 
-    lines = [[plain(head) for head in table.heads]]
-    lines += [[marks[e.mark].format(plain(e.text)) for e in row] for row in table.rows]
-    widths = [max(3, *(len(line[k]) for line in lines)) for k in range(len(table.heads))]
-    shown = []
-    for line in lines:
-        cells = [
-            text.ljust(width) if k < table.words else text.rjust(width)
-            for k, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        shown.append(f"| {' | '.join(cells)} |")
-    rule = [
-        "-" * width if k < table.words else "-" * (width - 1) + ":"
-        for k, width in enumerate(widths)
+    lines = _escape_lines(table, plain, "**{}**", "<u>{}</u>")
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    sides = "<" * table.words + ">" * (len(widths) - table.words)
+    aligned = [
+        [f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)]
+        for line in lines
     ]
-    shown.insert(1, f"| {' | '.join(rule)} |")
+    rule = ["-" * (w - 1) + ("-" if k < table.words else ":") for k, w in enumerate(widths)]
+    body = [f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:])]
     notes = [f"{plain(note)}\n" for note in table.notes]
-    return "\n".join([f"### {plain(table.title)}\n", *shown, "", *notes])
+    return "\n".join([f"### {plain(table.title)}\n", *body, "", *notes])
+
+
+def _escape_lines(
+    table: Table, escape: Callable[[str], str], best: str, second: str
+) -> list[list[str]]:
+    """Headings and rows as escaped text, the best and the second in their marks."""
+    marks = {"": "{}", "best": best, "second": second}
+    rows = [[marks[entry.mark].format(escape(entry.text)) for entry in row] for row in table.rows]
+    return [[escape(head) for head in table.heads], *rows]
 
 
 LATEX_SPECIAL = {
     "\\": r"\textbackslash{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
-    "↓": r"$\downarrow$",
-    "↑": r"$\uparrow$",
-    "²": r"\textsuperscript{2}",
-    "–": "--",
-    "\n": " ",
+    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"<": r"\textless{}", ">": r"\textgreater{}"},
+    **{"±": r"$\pm$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "²": r"\textsuperscript{2}"},
+    **{"–": "--", "\n": " "},
 }
 
 
@@ -89,28 +84,21 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def _latex(table: Table) -> str:
-    marks = {"": "{}", "best": "\\textbf{{{}}}", "second": "\\underline{{{}}}"}
-    numbers = len(table.heads) - table.words
-    lines = [[latex_text(head) for head in table.heads]]
-    lines += [[marks[e.mark].format(latex_text(e.text)) for e in row] for row in table.rows]
-    body = [" & ".join(line) + r" \\" for line in lines]
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{latex_text(' '.join([table.title + '.', *table.notes]))}}}",
-            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-            rf"\begin{{tabular}}{{{'l' * table.words}{'r' * numbers}}}",
-            r"\toprule",
-            body[0],
-            r"\midrule",
-            *body[1:],
-            r"\bottomrule",
-            r"\end{tabular}}",
-            r"\end{table}",
-            "",
-        ]
-    )
+    lines = _escape_lines(table, latex_text, "\\textbf{{{}}}", "\\underline{{{}}}")
+    heads, *rows = (" & ".join(line) + r" \\" for line in lines)
+    columns = "l" * table.words + "r" * (len(table.heads) - table.words)
+    return rf"""\begin{{table}}
+\centering
+\caption{{{latex_text(" ".join([table.title + ".", *table.notes]))}}}
+\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{%
+\begin{{tabular}}{{{columns}}}
+\toprule
+{heads}
+\midrule
+{"".join(row + chr(10) for row in rows)}\bottomrule
+\end{{tabular}}}}
+\end{{table}}
+"""
 
 
 PAGE_STYLE = (
@@ -133,19 +121,17 @@ def html_page(tables: Sequence[Table]) -> str:
 
 
 def _html(table: Table) -> str:
-    marks = {"": "{}", "best": "<strong>{}</strong>", "second": "<u>{}</u>"}
-
     def line(tag: str, texts: Sequence[str]) -> str:
-        kind = [' class="word"' if k < table.words else "" for k in range(len(texts))]
-        inside = "".join(f"<{tag}{c}>{text}</{tag}>" for c, text in zip(kind, texts, strict=True))
-        return f"<tr>{inside}</tr>"
+        kinds = [' class="word"'] * table.words + [""] * (len(texts) - table.words)
+        cells = zip(kinds, texts, strict=True)
+        return "<tr>" + "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in cells) + "</tr>"
 
-    rows = [line("td", [marks[e.mark].format(html.escape(e.text)) for e in r]) for r in table.rows]
-    heads = line("th", [html.escape(head) for head in table.heads])
+    heads, *rows = _escape_lines(table, html.escape, "<strong>{}</strong>", "<u>{}</u>")
+    body = "\n".join(line("td", row) for row in rows)
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
     return (
-        f"<h2>{html.escape(table.title)}</h2>\n<div><table><thead>{heads}</thead>\n"
-        f"<tbody>{chr(10).join(rows)}</tbody></table></div>\n{notes}"
+        f"<h2>{html.escape(table.title)}</h2>\n<div><table><thead>{line('th', heads)}</thead>\n"
+        f"<tbody>{body}</tbody></table></div>\n{notes}"
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
 
@@ -73,14 +72,14 @@ def cliques(ranks: Mapping[str, float], distance: float) -> list[tuple[str, ...]
     [('a', 'b'), ('b', 'c')]
     """
     order = sorted(ranks, key=lambda name: ranks[name])
-    found: list[tuple[str, ...]] = []
+    joined: list[tuple[str, ...]] = []
     reached = 0
     for first, name in enumerate(order):
         last = max(k for k, other in enumerate(order) if ranks[other] - ranks[name] < distance)
         if last > first and last + 1 > reached:
-            found.append(tuple(order[first : last + 1]))
+            joined.append(tuple(order[first : last + 1]))
             reached = last + 1
-    return found
+    return joined
 
 
 class Paired(NamedTuple):
@@ -103,43 +102,10 @@ def paired(
     With three pairs the interval is little more than their range, and Wilcoxon's p cannot fall
     below 0.25: more seeds, or several settings together, are needed to say more.
     """
-    found = np.asarray(differences, dtype=float)
-    random = np.random.default_rng(seed)
-    drawn = found[random.integers(len(found), size=(resamples, len(found)))].mean(1)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Paired(
-        float(found.mean()),
-        float(low),
-        float(high),
-        len(found),
-        int((found < 0).sum()),
-        int((found > 0).sum()),
-        _wilcoxon(found),
-    )
-
-
-def student(differences: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Student's interval of a mean difference: wider than the bootstrap's where pairs are few.
-
-    >>> [round(end, 2) for end in student([-1.0, -2.0, -3.0])]
-    [-4.48, 0.48]
-    """
-    found = np.asarray(differences, dtype=float)
-    if len(found) < 2:
-        return -math.inf, math.inf
-    far = reach(len(found), level) * float(np.std(found, ddof=1))
-    return float(found.mean()) - far, float(found.mean()) + far
-
-
-def reach(number: int, level: float = 0.95) -> float:
-    """How many sample deviations Student's interval of a mean goes to each side.
-
-    >>> round(reach(5), 2)
-    1.24
-    """
-    return float(stats.t.ppf((1 + level) / 2, number - 1)) / math.sqrt(number)
-
-
-def _wilcoxon(differences: NDArray[np.float64]) -> float | None:
-    told = differences[differences != 0]
-    return float(stats.wilcoxon(told, method="auto").pvalue) if len(told) else None
+    values = np.asarray(differences, dtype=float)
+    rows = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
+    low, high = np.quantile(values[rows].mean(1), [(1 - level) / 2, (1 + level) / 2]).tolist()
+    better, worse = int((values < 0).sum()), int((values > 0).sum())
+    changed = values[values != 0]
+    p = float(stats.wilcoxon(changed, method="auto").pvalue) if len(changed) else None
+    return Paired(float(values.mean()), low, high, len(values), better, worse, p)

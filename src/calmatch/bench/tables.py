@@ -1,8 +1,10 @@
-"""Tables from run folders: runs grouped into rows and columns, means over seeds, ranks, comparisons."""
+"""Tables from run folders: runs in rows and columns, means over seeds, ranks, paired tests."""
 
 from __future__ import annotations
 
+import csv
 import functools
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,16 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from calmatch import spec
-from calmatch.bench import stats
-from calmatch.bench.paper import PUBLISHED_NOTES, SUITES, Published, find_published, suite_cells
+from calmatch.bench import paper, stats
 from calmatch.bench.render import Entry, Mark, Table
-from calmatch.runs import FREE_FIELDS, Run, best_on_test, load_run
-from calmatch.training.config import Config
-from calmatch.training.loop import scale_with_labels
+from calmatch.runs import BestOnTest, Run, load_run
+from calmatch.training.config import FREE_FIELDS, Config
 
-SEEDS = ("seed", "split_seed")
 # neither seeds nor these decide which row a run belongs to
-IGNORED_FIELDS = {*SEEDS, *FREE_FIELDS, "log_every", "checkpoint_every", "chunk"}
+IGNORED_FIELDS = {*FREE_FIELDS, *"seed split_seed log_every checkpoint_every chunk".split()}
 Seeds = tuple[int, int]  # seed and split_seed: what two rows are paired by
 
 
@@ -60,7 +59,7 @@ class RunTable(NamedTuple):
         config = group.config
         if not (config.penalty or config.unlabelled_loss):
             return None
-        bare = config_key(config.replace(penalty="", unlabelled_loss="", aware=0.0))
+        bare = config_key(config.replace(penalty="", unlabelled_loss="", cap_threshold=0.0))
         return next((other for other in self.groups if config_key(other.config) == bare), None)
 
 
@@ -70,117 +69,100 @@ def config_key(config: Config) -> str:
     return json.dumps([item for item in config.dump().items() if item[0] not in IGNORED_FIELDS])
 
 
-def run_identity(config: Config) -> str:
-    """What a run is, its seeds included."""
-    return f"{config.seed} {config.split_seed} {config_key(config)}"
-
-
 def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
-    """The finished runs in or under some folders.
-
-    Args:
-        paths: run folders, or folders that hold some at any depth.
-        suite: keep this suite's cells alone, in its order.
-    """
-    runs, notes = load_runs(paths)
-    return group_runs([run for run in runs if not run.config.fold], notes, suite)
-
-
-def group_runs(finished: Sequence[Any], notes: list[str], suite: str | None = None) -> RunTable:
-    """Runs as groups, in the order of their suites."""
+    """The finished runs in or under some folders; those of one suite alone, in its order."""
+    runs, notes = _load_runs(paths)
     known: dict[str, tuple[str, str]] = {}
-    for name in [suite] if suite else SUITES:
-        for cell in suite_cells(name, [0]):
+    for name in [suite] if suite else paper.SUITES:
+        for cell in paper.suite_cells(name, [0]):
             known.setdefault(config_key(cell.config), (cell.row, cell.column))
-    order = {name: place for place, name in enumerate(known)}
-    by_key: dict[str, list[Any]] = {}
-    for run in finished:
+    by_key: dict[str, list[Run]] = {}
+    for run in runs:
         by_key.setdefault(config_key(run.config), []).append(run)
-    if suite:
-        strangers = sum(len(runs) for name, runs in by_key.items() if name not in known)
-        by_key = {name: runs for name, runs in by_key.items() if name in known}
-        if strangers:
-            notes.append(f"Not of the suite {suite} and left out: {strangers} runs.")
-    if not by_key:
+    keys = [key for key in known if key in by_key]
+    others = [key for key in by_key if key not in known]
+    if not suite:
+        keys += others
+    elif others:
+        number = sum(len(by_key[key]) for key in others)
+        notes.append(f"Not of the suite {suite} and left out: {number} runs.")
+    if not keys:
         raise ValueError("There is no finished run to show; name run folders or a folder of them.")
-    ranked = sorted(by_key, key=lambda name: order.get(name, len(order)))
     groups = []
-    for name in ranked:
-        config = by_key[name][0].config
-        row, column = known.get(name) or (_row_title(config), f"{config.dataset}_{config.labels}")
-        groups.append(Group(row, column, config, _by_seed(by_key[name], notes)))
+    for key in keys:
+        config = by_key[key][0].config
+        row, column = known.get(key) or (_row_title(config), f"{config.dataset}_{config.labels}")
+        groups.append(Group(row, column, config, _by_seed(by_key[key], notes)))
     return RunTable(_tell_apart(groups), notes)
 
 
-def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """The finished runs under these folders, and what a reader should know of the others."""
+def _load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """The finished runs under these folders, folds apart, and a note about unfinished ones."""
     folders: dict[Path, bool] = {}
     for path in paths:
         if not path.is_dir():
             raise ValueError(f"There is no folder {path}.")
         folders |= dict(_walk_runs(path))
-    notes = []
-    waiting = sum(not done for done in folders.values())
-    if waiting:
-        notes.append(f"Not finished and left out: {waiting} of {len(folders)} runs.")
-    return [load_run(folder) for folder, done in sorted(folders.items()) if done], notes
+    runs = [load_run(folder) for folder, done in sorted(folders.items()) if done]
+    waiting = len(folders) - len(runs)
+    note = f"Not finished and left out: {waiting} of {len(folders)} runs."
+    return [run for run in runs if not run.config.fold], [note] if waiting else []
 
 
 def _walk_runs(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Run folders and whether they are finished; what lies inside a run is not looked at."""
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    names = {entry.name for entry in found}
-    if "config.json" in names:
-        yield folder, "result.json" in names
+    with os.scandir(folder) as scan:
+        entries = {entry.name: entry for entry in scan}
+    if "config.json" in entries:
+        yield folder, "result.json" in entries
         return
-    for entry in found:
+    for name, entry in entries.items():
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk_runs(folder / entry.name)
-
-
-def _by_seed(runs: Sequence[Run], notes: list[str]) -> dict[Seeds, Run]:
-    found: dict[Seeds, Run] = {}
-    for run in runs:
-        seeds = (run.config.seed, run.config.split_seed)
-        if seeds in found:
-            notes.append(f"{run.folder} repeats {found[seeds].folder} and is left out.")
-        found.setdefault(seeds, run)
-    return dict(sorted(found.items()))
+            yield from _walk_runs(folder / name)
 
 
 def _row_title(config: Config) -> str:
     parts = [config.method, config.unlabelled_loss and f"only {config.unlabelled_loss}"]
-    parts += [config.penalty, f"aware {config.aware:g}" if config.aware else ""]
-    name = " + ".join(str(part) for part in parts if part)
-    return f"{name} (leaky)" if config.protocol == "paper" else name
+    cap = config.cap_threshold
+    parts += [config.penalty, f"cap_threshold {cap:g}" if cap else ""]
+    name = " + ".join(part for part in parts if part)
+    return f"{name} (test-selected)" if config.protocol == "paper" else name
+
+
+def _by_seed(runs: Sequence[Run], notes: list[str]) -> dict[Seeds, Run]:
+    by_seed: dict[Seeds, Run] = {}
+    for run in runs:
+        first = by_seed.setdefault((run.config.seed, run.config.split_seed), run)
+        if first is not run:
+            notes.append(f"{run.folder} repeats {first.folder} and is left out.")
+    return dict(sorted(by_seed.items()))
 
 
 def _tell_apart(groups: list[Group]) -> list[Group]:
     """Groups that would share a cell get the settings in which they differ into their names."""
-    by_cell: dict[tuple[str, str], list[Group]] = {}
+    by_cell: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for group in groups:
-        by_cell.setdefault((group.row, group.column), []).append(group)
+        by_cell.setdefault((group.row, group.column), []).append(group.config.dump())
     named = []
     for group in groups:
-        same = by_cell[group.row, group.column]
-        fields: list[dict[str, Any]] = [other.config.dump() for other in same]
-        differ = [
-            f for f in fields[0] if f not in IGNORED_FIELDS and len({str(d[f]) for d in fields}) > 1
-        ]
-        own = group.config.dump()
+        same, own = by_cell[group.row, group.column], group.config.dump()
+        differ = [f for f in own if f not in IGNORED_FIELDS and len({str(d[f]) for d in same}) > 1]
         words = ", ".join(f"{field}={own[field]}" for field in differ)
         named.append(group._replace(row=f"{group.row} ({words})") if differ else group)
     return named
 
 
 class Quantity(NamedTuple):
-    """A column of numbers: its heading, unit and factor."""
+    """A column of numbers: its heading, unit, factor and decimals."""
 
     head: str
     unit: str
     scale: float = 100.0
     digits: int = 2
+
+    @property
+    def short_unit(self) -> str:
+        return "nats" if self.scale == 1 else "%"
 
 
 QUANTITIES: Mapping[str, Quantity] = {
@@ -192,355 +174,383 @@ QUANTITIES: Mapping[str, Quantity] = {
     "smooth_ece": Quantity("smooth ECE", "%"),
     "brier": Quantity("Brier", "%"),
     "aurc": Quantity("AURC", "%"),
-    "ece_views": Quantity("ECE, T by views", "%, no labels: two views of unlabelled pictures"),
-    "nll_views": Quantity("NLL, T by views", "nats, no labels", 1.0, 3),
-    "ece_seeds": Quantity("ECE, T by seeds", "%, no labels: two runs' answers on test pictures"),
-    "nll_seeds": Quantity("NLL, T by seeds", "nats, no labels", 1.0, 3),
-    "ece_labels": Quantity("ECE, T by labels", "%, cross-fitted on the labelled pictures"),
-    "nll_labels": Quantity("NLL, T by labels", "nats, cross-fitted on the labels", 1.0, 3),
     "ece_crossfit": Quantity("ECE, T by test halves", "%, each half by the other's labels"),
     "nll_crossfit": Quantity("NLL, T by test halves", "nats, each half by the other's", 1.0, 3),
     "ece_oracle": Quantity("ECE, oracle T", "%, temperature of the same labels"),
     "nll_oracle": Quantity("NLL, oracle T", "nats, temperature of the same labels", 1.0, 3),
 }
-SPREAD = "mean ± sample standard deviation (ddof 1) over seeds"
+DETAILS = "error ece ece_crossfit adaptive_ece classwise_ece nll nll_crossfit".split()
+SCALED = "ece ece_crossfit ece_oracle nll nll_crossfit nll_oracle".split()
 
 
-def seed_values(group: Group, metric: str) -> dict[Seeds, float]:
+def seed_values(group: Group | None, metric: str) -> dict[Seeds, float]:
     """A quantity of each run by its seeds, in its unit; runs that lack it are left out."""
     scale = QUANTITIES[metric].scale
-    found = {seeds: _run_value(run, metric) for seeds, run in group.runs.items()}
-    return {seeds: scale * value for seeds, value in found.items() if value is not None}
+    values = {seeds: _run_value(run, metric) for seeds, run in group.runs.items()} if group else {}
+    return {seeds: scale * value for seeds, value in values.items() if value is not None}
 
 
 def _run_value(run: Run, metric: str) -> float | None:
     name, _, way = metric.rpartition("_")
-    if way in ("views", "seeds", "labels"):
-        found = run.result.get("temperature_scaled", {}).get(way)
-        return None if found is None else float(found[name])
     if way not in ("crossfit", "oracle"):
-        there = run.result["metrics"].get(metric)
-        return None if there is None else float(there["value"])
-    if "temperature_scaled" not in run.result:  # an older run
-        run.result["temperature_scaled"] = scale_with_labels(*run.predictions())
-    return float(run.result["temperature_scaled"][way][name])
+        interval = run.result.metrics.get(metric)
+        return None if interval is None else interval.value
+    scaled = run.result.temperature_scaled.get(way)
+    return None if scaled is None else scaled.ece if name == "ece" else scaled.nll
+
+
+def mean_value(group: Group, metric: str) -> float:
+    """The mean of a quantity over seeds."""
+    return stats.mean(list(seed_values(group, metric).values())).value
+
+
+def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:
+    """A quantity less that of the same method without penalty, seed by seed; empty: no such run."""
+    own, other = seed_values(group, metric), seed_values(table.base(group), metric)
+    return [own[seeds] - other[seeds] for seeds in own if seeds in other]
 
 
 def selected_on_test(run: Run) -> Mapping[str, float] | None:
     """The best evaluation on the test set; None if there was only one to choose from."""
-    found = run.result.get("best_on_test") or best_on_test(run.lines("test"))
-    return found if found["evaluations"] > 1 else None
+    best = run.result.best_on_test or BestOnTest.of(run.lines("test"))
+    return best._asdict() if best.evaluations > 1 else None
 
 
-def selected_on_test_values(group: Group, metric: str) -> dict[Seeds, float]:
-    """The same at each run's best step on the test set, where that is known."""
-    found = {seeds: best for seeds, run in group.runs.items() if (best := selected_on_test(run))}
-    scale = QUANTITIES[metric].scale
-    return {seeds: scale * best[metric] for seeds, best in found.items() if metric in best}
-
-
-def heading(metric: str) -> str:
-    quantity = QUANTITIES[metric]
-    return f"{quantity.head} ({'nats' if quantity.scale == 1 else '%'})"
-
-
-def mean_entry(values: Sequence[float], digits: int = 2, arrow: str = "", mark: Mark = "") -> Entry:
-    """A mean with its deviation."""
-    if not values:
-        return Entry("–")
-    found = stats.mean(values)
-    sd = "" if found.sd is None else f" ± {found.sd:.{digits}f}"
-    text = f"{found.value:.{digits}f}{sd}{arrow and ' ' + arrow}"
-    return Entry(text, mark)
-
-
-def mark_best(means: Mapping[str, float], digits: int) -> dict[str, Mark]:
-    """Best and second by the numbers as they are shown, so that ties share a mark."""
-    shown = {row: round(value, digits) for row, value in means.items()}
-    order = sorted(set(shown.values()))[:2]
-    if len(order) < 2:  # one row, or all alike
-        return {}
-    names: dict[float, Mark] = dict(zip(order, ("best", "second"), strict=False))
-    return {row: names[value] for row, value in shown.items() if value in names}
-
-
-DETAILS = ("error", "ece", "ece_crossfit", "adaptive_ece", "classwise_ece", "nll", "nll_crossfit")
-WAYS = ("", "_labels", "_crossfit", "_oracle")
-SCALED = tuple(f"{metric}{way}" for metric in ("ece", "nll") for way in WAYS)
-
-
-def build_tables(found: RunTable, *, suite: str = "", compare: bool = False) -> list[Table]:
-    """All tables that the runs allow."""
-    tables = []
-    if len(found.columns) > 1:
-        tables += [grid_table(found, metric) for metric in ("error", "ece")]
-    tables += [details_table(found, column) for column in found.columns]
-    tables.append(scaling_table(found))
-    optional = [protocol_table(found), rank_table(found), difference_table(found)]
-    tables += [table for table in optional if table is not None]
+def build_tables(table: RunTable, *, suite: str = "", compare: bool = False) -> list[Table]:
+    """All tables that the runs allow; `compare`: with the published numbers."""
+    built = []
+    if len(table.columns) > 1:
+        built += [grid_table(table, metric) for metric in ("error", "ece")]
+    built += [details_table(table, column) for column in table.columns]
+    built.append(scaling_table(table))
+    optional = [protocol_table(table), rank_table(table), difference_table(table)]
+    built += [part for part in optional if part is not None]
     if compare:
-        tables += published_tables(found, suite)
-    first = tables[0]
-    tables[0] = first._replace(notes=[*first.notes, seeds_note(found), *found.notes])
-    return tables
+        built += published_tables(table, suite)
+    first = built[0]
+    built[0] = first._replace(notes=[*first.notes, _seeds_note(table), *table.notes])
+    return built
 
 
-def seeds_note(found: RunTable) -> str:
-    """How many runs each number is made of."""
-    number = max(len(group.runs) for group in found.groups)
-    fewer = [
-        f"{group.row} on {group.column} ({len(group.runs)})"
-        for group in found.groups
-        if len(group.runs) < number
-    ]
-    both = [seeds for group in found.groups for seeds in group.runs]
-    own, drawn = (sorted({seeds[k] for seeds in both}) for k in (0, 1))
-    named = f"Seeds: {', '.join(map(str, own))}"
-    if len(own) < len(drawn):
-        named = f"Draws of the labels: {', '.join(map(str, drawn))}; seed {own[0]}"
-    less = f" Fewer: {', '.join(fewer)}." if fewer else ""
-    return f"{named}; {number} runs a cell.{less}"
-
-
-def _column_entries(found: RunTable, column: str, metric: str) -> dict[str, Entry]:
-    """One column of numbers, row by row, with arrows and marks."""
-    digits = QUANTITIES[metric].digits
-    groups = [group for group in found.groups if group.column == column]
-    means = {g.row: stats.mean(list(seed_values(g, metric).values())).value for g in groups}
-    marked = mark_best(means, digits)
-    entries = {}
-    for group in groups:
-        base = found.base(group)
-        arrow = ""
-        if base and base.row in means and means[base.row] != means[group.row]:
-            arrow = "↓" if means[group.row] < means[base.row] else "↑"
-        numbers = list(seed_values(group, metric).values())
-        entries[group.row] = mean_entry(numbers, digits, arrow, marked.get(group.row, ""))
-    return entries
-
-
+SPREAD = "mean ± sample standard deviation (ddof 1) over seeds"
+ARROWS = "↓ better, ↑ worse than the same method without it. Best bold, second underlined."
 SCALING = (
     "T by test halves: temperature scaling, each half of the test set by the temperature that the "
-    "other half's labels chose. T by labels: by the labelled pictures, each predicted by a run "
-    "that held it out (--fold)."
+    "other half's labels chose."
 )
 ORACLE = "Oracle: the temperature the same labels chose, a bound for NLL and no result."
-ARROWS = "↓ better, ↑ worse than the same method without it. Best bold, second underlined."
+PROTOCOLS = (
+    "Held-out: the last step, or the one chosen on validation pictures where the run says so. "
+    "Test-selected: the step is chosen by the error it reports on the TEST set, as the paper does."
+)
+PAIRED = (
+    "Below zero is better. 95 % percentile bootstrap over pairs; p: Wilcoxon's signed-rank "
+    "test, two-sided. Three pairs give no p under 0.25, and about their range as the interval."
+)
 
 
-def grid_table(found: RunTable, metric: str) -> Table:
+def grid_table(table: RunTable, metric: str) -> Table:
     """One quantity of every row in every column, as the paper's Tables 1 and 2."""
-    columns = {column: _column_entries(found, column, metric) for column in found.columns}
+    columns = {column: _column_entries(table, column, metric) for column in table.columns}
     rows = [
         [Entry(row), *(entries.get(row, Entry("–")) for entries in columns.values())]
-        for row in found.rows
+        for row in table.rows
     ]
-    quantity = QUANTITIES[metric]
-    title = f"{quantity.head} ({quantity.unit}), {SPREAD}"
+    title = f"{QUANTITIES[metric].head} ({QUANTITIES[metric].unit}), {SPREAD}"
     return Table(title[0].upper() + title[1:], ["row", *columns], rows, [ARROWS])
 
 
-def details_table(found: RunTable, column: str, metrics: Sequence[str] = DETAILS) -> Table:
+def details_table(table: RunTable, column: str) -> Table:
     """Every quantity of one column."""
-    quantities = {metric: _column_entries(found, column, metric) for metric in metrics}
-    present = [row for row in found.rows if row in quantities["error"]]
-    rows = [[Entry(row), *(part[row] for part in quantities.values())] for row in present]
-    heads = [heading(metric) for metric in metrics]
-    notes = [ARROWS, *([SCALING] if "ece_crossfit" in metrics else [])]
-    return Table(f"{column}: {SPREAD}", ["row", *heads], rows, notes)
+    quantities = [_column_entries(table, column, metric) for metric in DETAILS]
+    rows = [
+        [Entry(row), *(entries[row] for entries in quantities)]
+        for row in table.rows
+        if row in quantities[0]
+    ]
+    heads = ["row", *map(_heading, DETAILS)]
+    return Table(f"{column}: {SPREAD}", heads, rows, [ARROWS, SCALING])
 
 
-def protocol_table(found: RunTable) -> Table | None:
+def _heading(metric: str) -> str:
+    return f"{QUANTITIES[metric].head} ({QUANTITIES[metric].short_unit})"
+
+
+def _column_entries(table: RunTable, column: str, metric: str) -> dict[str, Entry]:
+    """One column of numbers, row by row, with arrows and marks."""
+    digits = QUANTITIES[metric].digits
+    groups = {group.row: group for group in table.groups if group.column == column}
+    values = {row: list(seed_values(group, metric).values()) for row, group in groups.items()}
+    means = {row: stats.mean(numbers).value for row, numbers in values.items() if numbers}
+    marks = _mark_best(means, digits)
+    entries = {}
+    for row, group in groups.items():
+        base = table.base(group)
+        change = means[row] - means[base.row] if base and {row, base.row} <= means.keys() else 0.0
+        arrow = "↓" if change < 0 else "↑" if change > 0 else ""
+        entries[row] = _mean_entry(values[row], digits, arrow, marks.get(row, ""))
+    return entries
+
+
+def _mean_entry(
+    values: Iterable[float], digits: int = 2, arrow: str = "", mark: Mark = ""
+) -> Entry:
+    """A mean with its deviation."""
+    numbers = list(values)
+    if not numbers:
+        return Entry("–")
+    mean = stats.mean(numbers)
+    sd = "" if mean.sd is None else f" ± {mean.sd:.{digits}f}"
+    return Entry(f"{mean.value:.{digits}f}{sd}{arrow and ' ' + arrow}", mark)
+
+
+def _mark_best(means: Mapping[str, float], digits: int) -> dict[str, Mark]:
+    """Best and second by the numbers as they are shown, so that ties share a mark."""
+    rounded = {row: round(value, digits) for row, value in means.items()}
+    order = sorted(set(rounded.values()))[:2]
+    if len(order) < 2:  # one row, or all alike
+        return {}
+    marks: dict[float, Mark] = {order[0]: "best", order[1]: "second"}
+    return {row: marks[value] for row, value in rounded.items() if value in marks}
+
+
+def _seeds_note(table: RunTable) -> str:
+    """How many runs each number is made of."""
+    number = max(len(group.runs) for group in table.groups)
+    fewer = [f"{g.row} on {g.column} ({len(g.runs)})" for g in table.groups if len(g.runs) < number]
+    pairs = [seeds for group in table.groups for seeds in group.runs]
+    seeds, splits = (sorted({pair[k] for pair in pairs}) for k in (0, 1))
+    named = f"Seeds: {', '.join(map(str, seeds))}"
+    if len(seeds) < len(splits):
+        named = f"Label splits: {', '.join(map(str, splits))}; seed {seeds[0]}"
+    return f"{named}; {number} runs a cell." + (f" Fewer: {', '.join(fewer)}." if fewer else "")
+
+
+def protocol_table(table: RunTable) -> Table | None:
     """What choosing the step on the test set hides: last step against best step."""
     rows = []
-    for group in found.groups:
-        pairs = [(run.result["metrics"], selected_on_test(run)) for run in group.runs.values()]
-        chosen = [(honest, best) for honest, best in pairs if best]
+    for group in table.groups:
+        pairs = [(run.result.metrics, selected_on_test(run)) for run in group.runs.values()]
+        chosen = [(held_out, best) for held_out, best in pairs if best]
         if not chosen or group.config.protocol == "paper":
             continue
         line = [Entry(group.row), Entry(group.column)]
         for metric in ("error", "ece"):
-            line.append(mean_entry([100 * honest[metric]["value"] for honest, _ in chosen]))
-            line.append(mean_entry([100 * best[metric] for _, best in chosen]))
-        gain = [100 * (honest["error"]["value"] - best["error"]) for honest, best in chosen]
-        rows.append([*line, mean_entry(gain)])
-    if not rows:
-        return None
-    heads = ["row", "data", "error, honest", "error, best on test", "ECE, honest", "ECE, same step"]
-    note = (
-        "Honest: the last step, or the one chosen on validation pictures where the run says so. "
-        "Best on test is LEAKY: the step is chosen by the error it reports, as the paper does."
-    )
-    return Table(
-        f"Honest and leaky protocol, %, {SPREAD}", [*heads, "flattered by"], rows, [note], words=2
-    )
+            line.append(_mean_entry(100 * held_out[metric].value for held_out, _ in chosen))
+            line.append(_mean_entry(100 * best[metric] for _, best in chosen))
+        gains = [100 * (held_out["error"].value - best["error"]) for held_out, best in chosen]
+        rows.append([*line, _mean_entry(gains)])
+    heads = ["row", "data", "error, held-out", "error, test-selected", "ECE, held-out"]
+    heads += ["ECE, same step", "flattered by"]
+    title = f"Held-out and test-selected protocol, %, {SPREAD}"
+    return Table(title, heads, rows, [PROTOCOLS], words=2) if rows else None
 
 
-def scaling_table(found: RunTable) -> Table:
-    """ECE and NLL before and after temperature scaling, honest and as a bound."""
-    rows = []
-    shown = [
-        metric for metric in SCALED if any(seed_values(group, metric) for group in found.groups)
+def scaling_table(table: RunTable) -> Table:
+    """ECE and NLL before and after temperature scaling, held-out and as a bound."""
+    present = [metric for metric in SCALED if any(seed_values(g, metric) for g in table.groups)]
+    rows = [
+        [Entry(group.row), Entry(group.column)]
+        + [_mean_entry(seed_values(group, m).values(), QUANTITIES[m].digits) for m in present]
+        for group in table.groups
     ]
-    for group in found.groups:
-        numbers = [
-            mean_entry(list(seed_values(group, metric).values()), QUANTITIES[metric].digits)
-            for metric in shown
-        ]
-        rows.append([Entry(group.row), Entry(group.column), *numbers])
-    heads = ["row", "data", *map(heading, shown)]
+    heads = ["row", "data", *map(_heading, present)]
     title = f"What one temperature would do, {SPREAD}"
     return Table(title, heads, rows, [f"{SCALING} {ORACLE}"], words=2)
 
 
-RANKED = {"error": ["error"], "ECE": ["ece"], "all": ["error", "ece"]}
+Scores = Mapping[str, Mapping[str, Sequence[float]]]  # row -> metric -> one number a setting
 
 
-def rank_table(found: RunTable) -> Table | None:
+def rank_table(table: RunTable) -> Table | None:
     """Friedman ranks for error, ECE and both; settings are columns, or seeds if there is one."""
-    blocks = rank_scores(found)
-    if blocks is None:
+    scores, kind = rank_scores(table)
+    if len(scores) < 2:
         return None
-    kept, kind = blocks
-    tested = {
-        name: stats.friedman({row: [s for m in ms for s in by[m]] for row, by in kept.items()})
-        for name, ms in RANKED.items()
-    }
-    marked = {name: mark_best(test.rank, 2) for name, test in tested.items()}
-    order = sorted(kept, key=lambda row: tested["all"].rank[row])
+    tests = friedman_tests(scores)
+    marks = {name: _mark_best(test.rank, 2) for name, test in tests.items()}
     rows = [
         [Entry(row)]
-        + [
-            mean_entry([test.rank[row]], 2, "", marked[name].get(row, ""))
-            for name, test in tested.items()
-        ]
-        for row in order
+        + [Entry(f"{test.rank[row]:.2f}", marks[n].get(row, "")) for n, test in tests.items()]
+        for row in sorted(scores, key=lambda row: tests["all"].rank[row])
     ]
     notes = [
         f"{name}: {test.settings} settings, Friedman's p "
         f"{'–' if test.p is None else f'{test.p:.2g}'}; mean ranks less than {test.distance:.2f} "
         "apart cannot be told apart (Nemenyi, 95 %)."
-        for name, test in tested.items()
+        for name, test in tests.items()
     ]
     notes.append("'all' counts error and ECE of the same runs as two settings, as the paper does.")
-    dropped = [row for row in found.rows if row not in kept]
-    if dropped:
+    if dropped := [row for row in table.rows if row not in scores]:
         notes.append(f"Not in every setting and left out: {', '.join(dropped)}.")
-    return Table(f"Friedman ranks over {kind}, lowest best", ["row", *tested], rows, notes)
+    return Table(f"Friedman ranks over {kind}, lowest best", ["row", *tests], rows, notes)
 
 
-def rank_scores(found: RunTable) -> tuple[dict[str, dict[str, list[float]]], str] | None:
-    """What ranks are made of: row -> metric -> one number a setting; rows with gaps are left out.
+def rank_scores(table: RunTable) -> tuple[Scores, str]:
+    """What ranks are made of, and what its settings are; rows with gaps are left out.
 
     Settings are the columns (means over seeds), as in the paper; with one column, its seeds.
     """
-    several = len(found.columns) > 1
-    kept: dict[str, dict[str, list[float]]] = {}
-    seeds = sorted({s for group in found.groups for s in group.runs})
-    for row in found.rows:
-        groups = [found.at(row, column) for column in found.columns]
-        whole = [group for group in groups if group is not None]
-        if len(whole) < len(found.columns) or not (several or set(whole[0].runs) == set(seeds)):
-            continue
-        kept[row] = {}
+    several = len(table.columns) > 1
+    seeds = sorted({seeds for group in table.groups for seeds in group.runs})
+    scores: dict[str, dict[str, list[float]]] = {}
+    for row in table.rows:
+        by_metric = {}
         for metric in ("error", "ece"):
-            if several:
-                found_means = [
-                    stats.mean(list(seed_values(g, metric).values())).value for g in whole
-                ]
-                kept[row][metric] = found_means
-            else:
-                kept[row][metric] = [seed_values(whole[0], metric)[s] for s in seeds]
-    if len(kept) < 2:
-        return None
-    return kept, f"{len(found.columns)} columns" if several else f"{len(seeds)} seeds"
+            values = [seed_values(table.at(row, column), metric) for column in table.columns]
+            means = [stats.mean(list(numbers.values())).value for numbers in values if numbers]
+            one = [values[0][each] for each in seeds if each in values[0]]
+            by_metric[metric] = means if several else one
+        settings = len(table.columns) if several else len(seeds)
+        if all(len(numbers) == settings for numbers in by_metric.values()):
+            scores[row] = by_metric
+    return scores, f"{len(table.columns)} columns" if several else f"{len(seeds)} seeds"
 
 
-def difference_table(found: RunTable) -> Table | None:
+def friedman_tests(scores: Scores) -> dict[str, stats.Ranks]:
+    """Friedman's test of error, of ECE, and of both as if they were twice as many settings."""
+    kinds = {"error": ["error"], "ECE": ["ece"], "all": ["error", "ece"]}
+    return {
+        name: stats.friedman({row: [x for m in ms for x in by[m]] for row, by in scores.items()})
+        for name, ms in kinds.items()
+    }
+
+
+def difference_table(table: RunTable) -> Table | None:
     """A penalty or loss against the same method without it, seed by seed."""
-    rows: list[list[Entry]] = []
-    pooled: dict[str, dict[str, list[float]]] = {}
-    for group in found.groups:
-        base = found.base(group)
-        shared = [seeds for seeds in group.runs if base and seeds in base.runs]
-        if base is None or not shared:
-            continue
-        parts = {}
-        for metric in ("error", "ece"):
-            own, other = seed_values(group, metric), seed_values(base, metric)
-            parts[metric] = [own[seeds] - other[seeds] for seeds in shared]
-            pooled.setdefault(group.row, {}).setdefault(metric, []).extend(parts[metric])
-        rows.append([Entry(group.row), Entry(group.column), *_paired_entries(parts)])
-    if len(found.columns) > 1:
-        rows += [
-            [Entry(row), Entry("all"), *_paired_entries(parts)] for row, parts in pooled.items()
-        ]
-    if not rows:
-        return None
-    notes = [
-        "Below zero is better. 95 % percentile bootstrap over pairs; p: Wilcoxon's signed-rank "
-        "test, two-sided. Three pairs give no p under 0.25, and about their range as the interval."
-    ]
+    rows = []
+    pooled: dict[str, list[list[float]]] = {}
+    for group in table.groups:
+        parts = [seed_differences(table, group, metric) for metric in ("error", "ece")]
+        if all(parts):
+            rows.append([Entry(group.row), Entry(group.column), *_paired_entries(parts)])
+            for total, part in zip(pooled.setdefault(group.row, [[], []]), parts, strict=True):
+                total += part
+    if len(table.columns) > 1:
+        rows += [[Entry(row), Entry("all"), *_paired_entries(ps)] for row, ps in pooled.items()]
     heads = ["row", "data", "pairs"]
     for metric in ("error", "ECE"):
         heads += [f"{metric} change", "95 % interval", "better/worse", "p"]
     title = "Paired differences per seed against the same method without it, percentage points"
-    return Table(title, heads, rows, notes, words=2)
+    return Table(title, heads, rows, [PAIRED], words=2) if rows else None
 
 
-def _paired_entries(parts: Mapping[str, Sequence[float]]) -> list[Entry]:
-    line: list[Entry] = []
-    for numbers in parts.values():
-        test = stats.paired(numbers)
-        line += [
-            Entry(f"{test.value:+.2f}"),
-            Entry(f"{test.low:+.2f} to {test.high:+.2f}" if test.number > 1 else "–"),
-            Entry(f"{test.better}/{test.worse}"),
-            Entry("–" if test.p is None or test.number < 2 else f"{test.p:.2g}"),
+def _paired_entries(parts: Sequence[Sequence[float]]) -> list[Entry]:
+    texts = [str(len(parts[0]))]
+    for differences in parts:
+        test = stats.paired(differences)
+        texts += [
+            f"{test.value:+.2f}",
+            f"{test.low:+.2f} to {test.high:+.2f}" if test.number > 1 else "–",
+            f"{test.better}/{test.worse}",
+            "–" if test.p is None or test.number < 2 else f"{test.p:.2g}",
         ]
-    return [Entry(str(len(next(iter(parts.values()))))), *line]
+    return [Entry(text) for text in texts]
 
 
-def published_tables(found: RunTable, suite: str) -> list[Table]:
+def published_tables(table: RunTable, suite: str) -> list[Table]:
     """Published numbers below ours, the doubtful ones with the reason; a table a quantity.
 
     Ours stand in both protocols: the published ones were chosen on the test set.
     """
-    made = []
+    built = []
     for metric, quantity in QUANTITIES.items():
         doubts: list[str] = []
         rows = []
-        for row in found.rows:
-            groups = [found.at(row, column) for column in found.columns]
-            theirs = [
-                _published_entry(
-                    find_published(row, g.column, metric, suite) if g else None, doubts
-                )
-                for g in groups
-            ]
-            if all(item.text == "–" for item in theirs):
+        for row in table.rows:
+            groups = [table.at(row, column) for column in table.columns]
+            theirs = [_published_entry(group, metric, suite, doubts) for group in groups]
+            if all(entry.text == "–" for entry in theirs):
                 continue
-            ours = [list(seed_values(g, metric).values()) if g else [] for g in groups]
-            best = [list(selected_on_test_values(g, metric).values()) if g else [] for g in groups]
-            rows.append([Entry(row), *map(mean_entry, ours)])
+            best = [_test_selected_values(group, metric) for group in groups]
+            rows.append(
+                [Entry(row), *(_mean_entry(seed_values(g, metric).values()) for g in groups)]
+            )
             if any(best):
-                rows.append([Entry("    best on test"), *map(mean_entry, best)])
+                rows.append([Entry("    test-selected"), *map(_mean_entry, best)])
             rows.append([Entry("    published"), *theirs])
         if rows:
-            notes = [*PUBLISHED_NOTES, *(f"[{k}] {doubt}." for k, doubt in enumerate(doubts, 1))]
+            notes = [*paper.PUBLISHED_NOTES, *(f"[{k}] {d}." for k, d in enumerate(doubts, 1))]
             title = f"{quantity.head} ({quantity.unit}), ours above the published, {SPREAD}"
-            made.append(Table(title, ["row", *found.columns], rows, notes))
+            built.append(Table(title, ["row", *table.columns], rows, notes))
     nothing = Table("Published numbers", ["row"], [], ["None of these cells is published."])
-    return made or [nothing]
+    return built or [nothing]
 
 
-def _published_entry(there: tuple[str, Published] | None, doubts: list[str]) -> Entry:
+def _published_entry(group: Group | None, metric: str, suite: str, doubts: list[str]) -> Entry:
     """A published number with a mark for its doubt; USB's are named."""
-    if there is None:
+    cell = paper.find_published(group.row, group.column, metric, suite) if group else None
+    if cell is None:
         return Entry("–")
-    table, number = there
+    source, number = cell
     if number.doubt and number.doubt not in doubts:
         doubts.append(number.doubt)
     sd = "" if number.sd is None else f" ± {number.sd:.2f}"
     mark = f" [{doubts.index(number.doubt) + 1}]" if number.doubt else ""
-    return Entry(f"{number.value:.2f}{sd}{' USB' if table == 'usb' else ''}{mark}")
+    return Entry(f"{number.value:.2f}{sd}{' USB' if source == 'usb' else ''}{mark}")
+
+
+def _test_selected_values(group: Group | None, metric: str) -> list[float]:
+    """A quantity at each run's best step on the test set, where that is known."""
+    bests = [selected_on_test(run) for run in group.runs.values()] if group else []
+    return [QUANTITIES[metric].scale * best[metric] for best in bests if best and metric in best]
+
+
+TIDY_FIELDS = (
+    "row column kind metric unit seed split_seed step runs value sd low high p published "
+    "published_sd doubt"
+).split()
+
+
+def tidy_csv(table: RunTable, *, suite: str = "", compare: bool = False) -> str:
+    """Runs, means, both protocols, paired differences and ranks, a number a line."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, TIDY_FIELDS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for line in _tidy_lines(table, suite if compare else None):
+        numbers = {k: line.get(k) for k in ("value", "sd", "low", "high")}
+        digits = {k: f"{x:.6g}" for k, x in numbers.items() if x is not None}
+        writer.writerow(line | digits)
+    return text.getvalue()
+
+
+def _tidy_lines(table: RunTable, suite: str | None) -> Iterator[dict[str, Any]]:
+    """All lines; no suite: without published numbers."""
+    for group in table.groups:
+        for metric, quantity in QUANTITIES.items():
+            cell = {"row": group.row, "column": group.column, "metric": metric}
+            cell["unit"] = quantity.short_unit
+            for line in _cell_lines(table, group, metric, suite):
+                yield cell | line
+    scores, kind = rank_scores(table)
+    for name, test in (friedman_tests(scores) if len(scores) > 1 else {}).items():
+        for row, rank in test.rank.items():
+            line = {"row": row, "column": kind, "kind": "mean rank", "metric": name}
+            yield line | {"unit": "rank", "value": rank, "p": test.p}
+
+
+def _cell_lines(
+    table: RunTable, group: Group, metric: str, suite: str | None
+) -> Iterator[dict[str, Any]]:
+    values = seed_values(group, metric)
+    if not values:
+        return
+    for (seed, split), value in values.items():
+        yield {"kind": "run", "seed": seed, "split_seed": split, "value": value}
+    for (seed, split), run in group.runs.items():
+        best = selected_on_test(run)
+        if best and metric in best:
+            line = {"kind": "test-selected", "seed": seed, "split_seed": split}
+            value = QUANTITIES[metric].scale * best[metric]
+            yield line | {"step": best["step"], "value": value}
+    mean = stats.mean(list(values.values()))
+    line = {"kind": "mean", "runs": mean.number, **mean._asdict()}
+    cell = None if suite is None else paper.find_published(group.row, group.column, metric, suite)
+    if cell:
+        value, sd, doubt = cell[1]
+        line |= {"published": value, "published_sd": sd, "doubt": doubt}
+    yield line
+    base, differences = table.base(group), seed_differences(table, group, metric)
+    if base and differences:
+        test = stats.paired(differences)
+        yield {"kind": f"paired minus {base.row}", "runs": test.number, **test._asdict()}

@@ -1,47 +1,157 @@
-"""Which images are labelled, and the batch of every step: pure functions of the seed and the step."""
+"""Which images are labelled, and every step's batch: pure functions of the seed and the step."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as Rows
 
 from calmatch import ops
 from calmatch.augment import normalise
-from calmatch.core import Batch, Method, Transform
+from calmatch.core import Batch, Method, RandomStream, Transform
 from calmatch.data.images import CachedImages, Images, take_images
+
+FOLDS = 5  # at most
+COPY_BLOCK = 4096  # images on their way to the device at once
+Ids = NDArray[np.int64]
+ChunkRows = Callable[[int], Tensor]  # the rows of chunk k
+
+
+class Split(NamedTuple):
+    """Rows of the training images; an image may be both labelled and unlabelled."""
+
+    labelled: list[int]
+    unlabelled: list[int]
+    validation: list[int]
+
+
+def split(
+    labels: Sequence[int] | Ids,
+    labelled: int | Sequence[int],
+    seed: int,
+    *,
+    unlabelled: Sequence[int] | None = None,
+    validation: float = 0.0,
+    include_labelled: bool = True,
+    whole_pool: bool = False,
+    shuffle_first: bool = False,
+) -> Split:
+    """Shuffle each class in turn; the first are labelled, the last validation, the rest unlabelled.
+
+    Args:
+        labels: class ids of the training images; -1 (unknown) is always unlabelled.
+        labelled: how many in all (the same number a class), or how many of each class.
+        seed: of the choice alone, apart from the seed of training.
+        unlabelled: how many of each class; all that are left by default.
+        validation: share of each class held out, with its labels, for choosing a checkpoint.
+        include_labelled: whether the labelled images also serve as unlabelled ones.
+        whole_pool: the unlabelled images are all of them, labelled ones included (STL-10).
+        shuffle_first: shuffle the whole list before splitting, as USB does with EuroSAT.
+    """
+    y = np.asarray(labels)
+    order = np.arange(len(y))
+    classes = int(y.max()) + 1
+    wanted = _label_counts(labelled, classes)
+    random = np.random.RandomState(seed)  # the legacy generator, which makes the field's splits
+    if shuffle_first:
+        random.shuffle(order)
+    chosen: list[Ids] = []
+    rest: list[Ids] = []
+    held: list[Ids] = []
+    for k in range(classes):
+        ids = np.flatnonzero(y[order] == k)
+        random.shuffle(ids)
+        ids = order[ids]
+        hold = math.floor(validation * len(ids))
+        if wanted[k] + hold > len(ids):
+            raise ValueError(
+                f"Class {k} has {len(ids)} training pictures, too few for {wanted[k]} labels "
+                f"and {hold} for validation; ask for fewer."
+            )
+        stop = len(ids) - hold
+        if unlabelled is not None:
+            stop = min(stop, wanted[k] + unlabelled[k])
+        chosen.append(ids[: wanted[k]])
+        rest.append(ids[0 if whole_pool else wanted[k] : stop])
+        held.append(ids[len(ids) - hold :])
+    rest.append(np.flatnonzero(y < 0))
+    pool = ([*chosen] if include_labelled else []) + rest
+    return Split(*(np.concatenate(part).tolist() for part in (chosen, pool, held)))
+
+
+def _label_counts(labelled: int | Sequence[int], classes: int) -> list[int]:
+    """Labelled images of each class."""
+    if not isinstance(labelled, int):
+        return list(labelled)
+    if labelled < classes or labelled % classes:
+        raise ValueError(
+            f"{labelled} labels cannot be shared equally among {classes} classes; "
+            f"ask for a multiple of {classes}."
+        )
+    return [labelled // classes] * classes
+
+
+def long_tail(head: int, gamma: float, classes: int) -> list[int]:
+    """Images of each class from `head` down to head / |gamma|; a negative gamma reverses them.
+
+    >>> long_tail(15, 10, 10)
+    [15, 11, 8, 6, 5, 4, 3, 2, 1, 1]
+    """
+    ratio = float(np.power(1 / abs(gamma), 1 / (classes - 1)))
+    numbers = [int(head * np.power(ratio, k)) for k in range(classes - 1)]
+    numbers.append(int(head / abs(gamma)))
+    return numbers[::-1] if gamma < 0 else numbers
+
+
+def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
+    """Places of labels in two to five folds; a class's only label is in none.
+
+    There are as many folds as labels of a typical class, and every class starts with the first, so
+    that what is left to learn from stays as balanced as it was: a class that lost more labels than
+    the others would be guessed less often, and just its labels are held out.
+
+    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
+    [2, 2, 2]
+    """
+    random = np.random.default_rng([seed, 12])
+    y = np.asarray(labels)
+    counts = np.unique(y, return_counts=True)[1]
+    number = int(np.clip(np.median(counts), 2, FOLDS))
+    places: list[list[int]] = [[] for _ in range(number)]
+    for k in np.unique(y):
+        own = random.permutation(np.flatnonzero(y == k))
+        for place, row in enumerate(own if len(own) > 1 else []):
+            places[place % number].append(int(row))
+    return [fold for fold in places if fold]
+
+
+def leave_fold_out(chosen: Split, labels: Sequence[int], number: int, seed: int) -> Split:
+    """The split without fold `number` (1, 2, ...) of its labels, which is the validation set then.
+
+    The fold's images serve neither as labelled nor as unlabelled ones; `labels` are the class ids
+    of the labelled rows, `seed` is that of the folds.
+    """
+    parts = folds(labels, seed)
+    if number > len(parts):
+        raise ValueError(f"These labels make {len(parts)} folds; --fold cannot be {number}.")
+    held = {chosen.labelled[place] for place in parts[number - 1]}
+    labelled, unlabelled = ([row for row in rows if row not in held] for rows in chosen[:2])
+    return Split(labelled, unlabelled, sorted(held))
 
 
 def stream_seed(seed: int, *stream: int) -> int:
     """A seed for one use of chance, unlike that of any other."""
-    state = np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)
-    return int(state[0])
-
-
-class Order:
-    """Rows of step k: a new permutation each pass, cut to whole batches so rows are distinct."""
-
-    def __init__(self, rows: int, batch: int, seed: int, stream: int) -> None:
-        self.rows, self.batch, self.seed, self.stream = rows, batch, seed, stream
-        self.steps = rows // batch if batch else 1
-        self._pass = functools.lru_cache(maxsize=2)(self._permutation)
-
-    def _permutation(self, number: int) -> Tensor:
-        generator = Generator().manual_seed(stream_seed(self.seed, self.stream, number))
-        return torch.randperm(self.rows, generator=generator)
-
-    def __getitem__(self, step: int) -> Tensor:
-        number, place = divmod(step, self.steps)
-        return self._pass(number)[place * self.batch : (place + 1) * self.batch]
+    return int(np.random.SeedSequence([seed, *stream]).generate_state(1, np.uint64)[0])
 
 
 class Batches:
@@ -73,214 +183,167 @@ class Batches:
             torch.tensor(values, device=self.device, dtype=dtype) for values in statistics
         )
         self.orders = {
-            "x": Order(len(labelled), batch, seed, 1),
-            "u": Order(len(unlabelled), unlabelled_batch, seed, 2),
+            "x": Order(len(labelled), batch, seed, RandomStream.LABELLED_ORDER),
+            "u": Order(len(unlabelled), unlabelled_batch, seed, RandomStream.UNLABELLED_ORDER),
         }
         for side, source in self.sources.items():
-            source.plan = functools.partial(self._flat, side)
+            source.plan = functools.partial(self._flat_rows, side)
         self._chunks = functools.lru_cache(maxsize=1)(self._make)
 
     def __getitem__(self, step: int) -> Batch:
         number, place = divmod(step, self.chunk)
         views, ids = self._chunks(number)
-        x_id, u_id = (ops.sent(ops.rank_share(ids[side][place]), self.device) for side in "xu")
-        return Batch(
-            x=tuple(ops.rank_share(view[place]) for view in views["x"]),
-            y=self.labels[x_id],
-            u=tuple(ops.rank_share(view[place]) for view in views["u"]),
-            x_id=x_id,
-            u_id=u_id,
-            step=torch.full((), step, device=self.device),
-            draws=self._draws(step),
-        )
+        own = {side: [ops.rank_share(view[place]) for view in views[side]] for side in "xu"}
+        rows = {side: ops.rank_share(ids[side][place]) for side in "xu"}
+        return self._batch(own, rows, torch.full((), step, device=self.device), self._draws(step))
 
     def whole(self, number: int) -> Batch:
         """All steps of a chunk at once: every tensor with an axis of steps in front."""
-        views, ids = self._chunks(number)
-        x_id, u_id = (ops.sent(ids[side], self.device) for side in "xu")
-        first = number * self.chunk
-        draws = [self._draws(step) for step in range(first, first + self.chunk)]
-        return Batch(
-            x=tuple(views["x"]),
-            y=self.labels[x_id],
-            u=tuple(views["u"]),
-            x_id=x_id,
-            u_id=u_id,
-            step=torch.arange(first, first + self.chunk, device=self.device),
-            draws={name: torch.stack([draw[name] for draw in draws]) for name in draws[0]},
-        )
+        first, end = number * self.chunk, (number + 1) * self.chunk
+        draws = [self._draws(step) for step in range(first, end)]
+        stacked = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+        steps = torch.arange(first, end, device=self.device)
+        return self._batch(*self._chunks(number), steps, stacked)
 
     def rows(self, side: str, number: int) -> Tensor:
         """Rows of every step of a chunk: [chunk, rows]."""
         steps = range(number * self.chunk, (number + 1) * self.chunk)
         return torch.stack([self.orders[side][k] for k in steps])
 
+    def _flat_rows(self, side: str, number: int) -> Tensor:
+        return self.rows(side, number).flatten()
+
     def _make(self, number: int) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """All views of one chunk of steps, each [chunk, rows, 3, H, W]."""
         ids = {side: self.rows(side, number) for side in self.orders}
-        names = {"x": self.method.x_views, "u": self.method.u_views}
-        made: dict[str, list[Tensor]] = {"x": [], "u": []}
-        for side, stream in (("x", 3), ("u", 4)):
-            if not names[side]:
-                continue
-            pictures = self.sources[side].chunk(number)
-            for place, name in enumerate(names[side]):
+        views: dict[str, list[Tensor]] = {"x": [], "u": []}
+        for side, names, stream in (
+            ("x", self.method.x_views, RandomStream.LABELLED_VIEWS),
+            ("u", self.method.u_views, RandomStream.UNLABELLED_VIEWS),
+        ):
+            images = self.sources[side].chunk(number) if names else torch.empty(0)
+            for place, name in enumerate(names):
                 chance = Generator(self.device)
                 chance.manual_seed(stream_seed(self.seed, stream, place, number))
-                view = normalise(self.views[name](pictures, chance), self.mean, self.std)
-                made[side].append(view.unflatten(0, ids[side].shape))
-        return made, ids
+                view = normalise(self.views[name](images, chance), self.mean, self.std)
+                views[side].append(view.unflatten(0, ids[side].shape))
+        return views, ids
 
-    def _flat(self, side: str, number: int) -> Tensor:
-        return self.rows(side, number).flatten()
+    def _batch(
+        self,
+        views: Mapping[str, list[Tensor]],
+        ids: Mapping[str, Tensor],
+        step: Tensor,
+        draws: dict[str, Tensor],
+    ) -> Batch:
+        x, u = (tuple(views[side]) for side in "xu")
+        x_id, u_id = (ops.sent(ids[side], self.device) for side in "xu")
+        return Batch(x=x, y=self.labels[x_id], u=u, x_id=x_id, u_id=u_id, step=step, draws=draws)
 
     def _draws(self, step: int) -> dict[str, Tensor]:
+        """The method's random numbers; those with a row for every image are shared out."""
         if type(self.method).draws is Method.draws:
             return {}
-        chance = Generator(self.device).manual_seed(stream_seed(self.seed, 5, step))
-        b, r = (self.orders[side].batch for side in "xu")
-        draws = self.method.draws(chance, b, r)
-        shared: Callable[[str], bool] = lambda name: not name.startswith(("x_", "u_"))  # noqa: E731
-        return {k: v if shared(k) else ops.rank_share(v) for k, v in draws.items()}
+        seed = stream_seed(self.seed, RandomStream.METHOD, step)
+        sizes = (self.orders[side].batch for side in "xu")
+        draws = self.method.draws(Generator(self.device).manual_seed(seed), *sizes)
+        return {
+            name: ops.rank_share(value) if name.startswith(("x_", "u_")) else value
+            for name, value in draws.items()
+        }
 
 
-Ids = NDArray[np.int64]
-FOLDS = 5  # at most
+class Order:
+    """Rows of step k: a new permutation each pass, cut to whole batches so rows are distinct."""
+
+    def __init__(self, rows: int, batch: int, seed: int, stream: int) -> None:
+        self.rows, self.batch, self.seed, self.stream = rows, batch, seed, stream
+        self.steps = rows // batch if batch else 1
+        self._pass = functools.lru_cache(maxsize=2)(self._permutation)
+
+    def __getitem__(self, step: int) -> Tensor:
+        number, place = divmod(step, self.steps)
+        return self._pass(number)[place * self.batch : (place + 1) * self.batch]
+
+    def _permutation(self, number: int) -> Tensor:
+        generator = Generator().manual_seed(stream_seed(self.seed, self.stream, number))
+        return torch.randperm(self.rows, generator=generator)
 
 
-class Split(NamedTuple):
-    """Rows of the training pictures; a picture may be both labelled and unlabelled."""
-
-    labelled: list[int]
-    unlabelled: list[int]
-    validation: list[int]
-
-
-def split(
-    labels: Sequence[int] | Ids,
-    labelled: int | Sequence[int],
-    seed: int,
-    *,
-    unlabelled: Sequence[int] | None = None,
-    validation: float = 0.0,
-    include_labelled: bool = True,
-    whole_pool: bool = False,
-    shuffle_first: bool = False,
-) -> Split:
-    """Shuffle each class in turn; the first are labelled, the last validation, the rest unlabelled.
-
-    Args:
-        labels: class ids of the training pictures; -1 (unknown) is always unlabelled.
-        labelled: how many in all (the same number a class), or how many of each class.
-        seed: of the choice alone, apart from the seed of training.
-        unlabelled: how many of each class; all that are left by default.
-        validation: share of each class held out, with its labels, for choosing a checkpoint.
-        include_labelled: whether the labelled pictures also serve as unlabelled ones.
-        whole_pool: the unlabelled pictures are all of them, labelled ones included (STL-10).
-        shuffle_first: shuffle the whole list before splitting, as USB does with EuroSAT.
-    """
-    y = np.asarray(labels)
-    order = np.arange(len(y))
-    classes = int(y.max()) + 1
-    wanted = label_counts(labelled, classes)
-    random = np.random.RandomState(
-        seed
-    )  # the legacy generator: the field's splits are made with it
-    if shuffle_first:
-        random.shuffle(order)
-    chosen: list[Ids] = []
-    rest: list[Ids] = []
-    held: list[Ids] = []
-    for k in range(classes):
-        ids = np.flatnonzero(y[order] == k)
-        random.shuffle(ids)
-        ids = order[ids]
-        hold = math.floor(validation * len(ids))
-        if wanted[k] + hold > len(ids):
-            raise ValueError(
-                f"Class {k} has {len(ids)} training pictures, too few for {wanted[k]} labels "
-                f"and {hold} for validation; ask for fewer."
-            )
-        stop = len(ids) - hold
-        if unlabelled is not None:
-            stop = min(stop, wanted[k] + unlabelled[k])
-        chosen.append(ids[: wanted[k]])
-        rest.append(ids[0 if whole_pool else wanted[k] : stop])
-        held.append(ids[len(ids) - hold :])
-    rest.append(np.flatnonzero(y < 0))
-    pool = ([*chosen] if include_labelled else []) + rest
-    return Split(*(np.concatenate(part).tolist() for part in (chosen, pool, held)))
+def place_images(
+    images: Images, rows: Tensor, device: torch.device, kind: str, memory: float, workers: int
+) -> Source:
+    """Resident where the rows need at most this share of free memory, streamed otherwise."""
+    if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
+        return FileSource(images.some(rows))
+    need = len(rows) * math.prod(images.shape[1:])
+    if kind == "resident" or (kind == "auto" and need <= memory * _free_memory(device)):
+        return Resident(_copy_to_device(images, rows, device), device)
+    return Stream(images, rows, device, workers)
 
 
-def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
-    """Places of labels in two to five folds; a class's only label is in none.
-
-    There are as many folds as labels of a typical class, and every class starts with the first, so
-    that what is left to learn from stays as balanced as it was: a class that lost more labels than
-    the others would be guessed less often, and just its labels are judged.
-
-    >>> [len(fold) for fold in folds([0, 0, 0, 1, 1, 1, 2], 0)]
-    [2, 2, 2]
-    """
-    random = np.random.default_rng([seed, 12])
-    y = np.asarray(labels)
-    counts = np.unique(y, return_counts=True)[1]
-    number = int(np.clip(np.median(counts), 2, FOLDS))
-    found: list[list[int]] = [[] for _ in range(number)]
-    for k in np.unique(y):
-        own = random.permutation(np.flatnonzero(y == k))
-        for place, row in enumerate(own if len(own) > 1 else []):
-            found[place % number].append(int(row))
-    return [fold for fold in found if fold]
+def _free_memory(device: torch.device) -> int:
+    """Bytes that could be taken on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def leave_fold_out(chosen: Split, labels: Sequence[int], number: int, seed: int) -> Split:
-    """The split without fold `number` (1, 2, ...) of its labels, which is the validation set then.
-
-    The fold's pictures serve neither as labelled nor as unlabelled ones.
-
-    Args:
-        chosen: all labelled and unlabelled rows.
-        labels: class ids of the labelled rows.
-        number: which fold.
-        seed: of the folds.
-    """
-    parts = folds(labels, seed)
-    if number > len(parts):
-        raise ValueError(f"These labels make {len(parts)} folds; --fold cannot be {number}.")
-    held = {chosen.labelled[place] for place in parts[number - 1]}
-    return Split(
-        [row for row in chosen.labelled if row not in held],
-        [row for row in chosen.unlabelled if row not in held],
-        sorted(held),
-    )
+def _copy_to_device(images: Images, rows: Tensor, device: torch.device) -> Tensor:
+    """Images on the device, without a copy of all of them on the host."""
+    if isinstance(images, Tensor) and device.type == "cpu":
+        return images[rows]
+    copy = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
+    for into, some in zip(copy.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
+        into.copy_(take_images(images, some))
+    return copy
 
 
-def label_counts(labelled: int | Sequence[int], classes: int) -> list[int]:
-    """Labelled pictures of each class."""
-    if not isinstance(labelled, int):
-        return list(labelled)
-    if labelled < classes or labelled % classes:
-        raise ValueError(
-            f"{labelled} labels cannot be shared equally among {classes} classes; "
-            f"ask for a multiple of {classes}."
-        )
-    return [labelled // classes] * classes
+class Resident:
+    """Images on the device, taken by row."""
+
+    def __init__(self, images: Tensor, device: torch.device) -> None:
+        self.images, self.device = images.to(device), device
+        self.plan: ChunkRows = lambda number: torch.tensor([number])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def chunk(self, number: int) -> Tensor:
+        """uint8 images of chunk `number`."""
+        return self.images[ops.sent(self.plan(number), self.device)]
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All images in order."""
+        yield from self.images.split(size)
+
+    def unchanged(self, size: int) -> Iterator[Tensor]:
+        """All images in order, as views take them."""
+        yield from self.batches(size)
+
+    def some(self, rows: Tensor) -> Resident:
+        """Only these rows."""
+        return Resident(self.images[rows.to(self.device)], self.device)
 
 
-def long_tail(head: int, gamma: float, classes: int) -> list[int]:
-    """Pictures of each class from `head` down to head / |gamma|; a negative gamma reverses them.
+class FileSource(Resident):
+    """Images that stay in their file: beside a CPU, the system's own cache holds what is used."""
 
-    >>> long_tail(15, 10, 10)
-    [15, 11, 8, 6, 5, 4, 3, 2, 1, 1]
-    """
-    ratio = float(np.power(1 / abs(gamma), 1 / (classes - 1)))
-    numbers = [int(head * np.power(ratio, k)) for k in range(classes - 1)]
-    numbers.append(int(head / abs(gamma)))
-    return numbers[::-1] if gamma < 0 else numbers
+    def __init__(self, cached: CachedImages) -> None:
+        super().__init__(cached.rows, torch.device("cpu"))
+        self.cached = cached
 
+    def chunk(self, number: int) -> Tensor:
+        """uint8 images of chunk `number`."""
+        return self.cached.take(self.plan(number))
 
-ChunkRows = Callable[[int], Tensor]  # the rows of chunk k
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """All images in order."""
+        yield from map(self.cached.file.take, self.images.split(size))
+
+    def some(self, rows: Tensor) -> FileSource:
+        """Only these rows."""
+        return FileSource(self.cached.some(rows))
 
 
 class Stream:
@@ -300,42 +363,36 @@ class Stream:
         return len(self.fetch.rows)
 
     def chunk(self, number: int) -> Tensor:
-        """uint8 pictures of chunk `number`; the one after is on its way when this returns."""
+        """uint8 images of chunk `number`; the one after is on its way when this returns."""
         if number != self.next or self.ready is None:
-            self.chunks = self._fetched(_From(self.plan, number))
-            self.ready = self._copied()
-        pictures = self.ready
+            self.chunks = self._load(map(self.plan, itertools.count(number)))
+            self.ready = self._copy_next()
+        images = self.ready
         if self.side is not None:
             now = torch.cuda.current_stream(self.device)
             now.wait_stream(self.side)  # this chunk's copy; the next one starts below
-            pictures.record_stream(now)
-        self.next, self.ready = number + 1, self._copied()
-        return pictures
+            images.record_stream(now)
+        self.next, self.ready = number + 1, self._copy_next()
+        return images
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        """All pictures in order."""
-        for pictures in self._fetched(list(torch.arange(len(self)).split(size))):
-            yield pictures.to(self.device)
+        """All images in order."""
+        for images in self._load(torch.arange(len(self)).split(size)):
+            yield images.to(self.device)
 
-    unchanged = batches  # views take pictures as they are
+    unchanged = batches  # views take images as they are
 
     def some(self, rows: Tensor) -> Stream:
         """Only these rows."""
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
 
-    def _copied(self) -> Tensor:
-        pictures: Tensor = next(self.chunks)
+    def _copy_next(self) -> Tensor:
+        images = next(self.chunks)
         with torch.cuda.stream(self.side):  # without a device this does nothing
-            return pictures.to(self.device, non_blocking=True)
+            return images.to(self.device, non_blocking=True)
 
-    def _fetched(self, order: Sampler[Tensor] | list[Tensor]) -> Iterator[Tensor]:
-        for found in self._loader(order):
-            if isinstance(found, str):
-                raise ValueError(found)
-            yield found
-
-    def _loader(self, order: Sampler[Tensor] | list[Tensor]) -> DataLoader[Tensor | str]:
-        return DataLoader(
+    def _load(self, order: Iterable[Tensor]) -> Iterator[Tensor]:
+        loader: DataLoader[Any] = DataLoader(
             self.fetch,
             batch_size=None,
             sampler=order,
@@ -343,10 +400,14 @@ class Stream:
             prefetch_factor=2 if self.workers else None,
             pin_memory=self.device.type == "cuda",
         )
+        for images in loader:
+            if isinstance(images, str):
+                raise ValueError(images)
+            yield images
 
 
 class _Fetch(Rows[Tensor | str]):
-    """What a worker does: pictures by row, or the sentence that says why not."""
+    """What a worker does: images by row, or the sentence that says why not."""
 
     def __init__(self, images: Images, rows: Tensor) -> None:
         self.images, self.rows = images, rows
@@ -358,113 +419,16 @@ class _Fetch(Rows[Tensor | str]):
             return str(error)
 
 
-class _From(Sampler[Tensor]):
-    """Chunks from a given one on, without end."""
-
-    def __init__(self, plan: ChunkRows, start: int) -> None:
-        self.plan, self.start = plan, start
-
-    def __iter__(self) -> Iterator[Tensor]:
-        number = self.start
-        while True:
-            yield self.plan(number)
-            number += 1
-
-
-class Resident:
-    """Pictures on the device, taken by row."""
-
-    def __init__(self, images: Tensor, device: torch.device) -> None:
-        self.images = images.to(device)
-        self.device = device
-        self.plan: ChunkRows = lambda number: torch.tensor([number])
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def chunk(self, number: int) -> Tensor:
-        """uint8 pictures of chunk `number`."""
-        return self.images[ops.sent(self.plan(number), self.device)]
-
-    def batches(self, size: int) -> Iterator[Tensor]:
-        """All pictures in order."""
-        yield from self.images.split(size)
-
-    def unchanged(self, size: int) -> Iterator[Tensor]:
-        """All pictures in order, as views take them."""
-        yield from self.batches(size)
-
-    def some(self, rows: Tensor) -> Resident:
-        """Only these rows."""
-        return Resident(self.images[rows.to(self.device)], self.device)
-
-
-class FileSource(Resident):
-    """Pictures that stay in their file: beside a CPU, the system's own cache holds what is used."""
-
-    def __init__(self, kept: CachedImages) -> None:
-        super().__init__(kept.rows, torch.device("cpu"))
-        self.kept = kept
-
-    def chunk(self, number: int) -> Tensor:
-        """uint8 pictures of chunk `number`."""
-        return self.kept.take(self.plan(number))
-
-    def batches(self, size: int) -> Iterator[Tensor]:
-        """All pictures in order."""
-        for rows in self.images.split(size):
-            yield self.kept.file.take(rows)
-
-    def some(self, rows: Tensor) -> FileSource:
-        """Only these rows."""
-        return FileSource(self.kept.some(rows))
-
-
 Source = Resident | Stream
-COPY_BLOCK = 4096  # pictures on their way to the device at once
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on the device now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def place_images(
-    images: Images,
-    rows: Tensor,
-    device: torch.device,
-    kind: str,
-    memory: float,
-    workers: int,
-) -> Source:
-    """Resident where the rows need at most this share of free memory, streamed otherwise."""
-    if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
-        return FileSource(images.some(rows))
-    need = len(rows) * math.prod(images.shape[1:])
-    if kind == "resident" or (kind == "auto" and need <= memory * free_memory(device)):
-        return Resident(_copy_to_device(images, rows, device), device)
-    return Stream(images, rows, device, workers)
-
-
-def _copy_to_device(images: Images, rows: Tensor, device: torch.device) -> Tensor:
-    """Pictures on the device, without a copy of all of them on the host."""
-    if isinstance(images, Tensor) and device.type == "cpu":
-        return images[rows]
-    found = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
-    for into, some in zip(found.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
-        into.copy_(take_images(images, some))
-    return found
 
 
 class AugmentedSource:
-    """Pictures of a source, changed anew by a transform whenever they are read."""
+    """Images of a source, changed anew by a transform whenever they are read."""
 
-    def __init__(self, pictures: Source, transform: Transform, seed: int) -> None:
-        self.pictures, self.transform, self.seed = pictures, transform, seed
+    def __init__(self, images: Source, transform: Transform, seed: int) -> None:
+        self.images, self.transform, self.seed = images, transform, seed
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        for number, some in enumerate(self.pictures.unchanged(size)):
+        for number, some in enumerate(self.images.unchanged(size)):
             chance = Generator(some.device).manual_seed(self.seed + number)
             yield self.transform(some, chance)

@@ -1,4 +1,4 @@
-"""Datasets by name: the field's official files, class folders, archives; and what to check in one."""
+"""Datasets by name: the field's official files, class folders, archives; and a check of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import URLError
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -19,22 +18,33 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from calmatch import spec
+from calmatch import files, spec
+from calmatch.data import images as stored
 from calmatch.data.batches import long_tail, split
-from calmatch.data.images import (
-    ImageFiles,
-    Images,
-    cache_folder,
-    cached_tensor,
-    list_class_folders,
-    load_cached,
-    take_images,
+from calmatch.data.images import ImageFiles, Images, take_images
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR100 = ((129.3 / 255, 124.1 / 255, 112.4 / 255), (68.2 / 255, 65.4 / 255, 70.4 / 255))
+STL10 = ((112.4 / 255, 109.1 / 255, 98.6 / 255), (68.4 / 255, 66.6 / 255, 68.5 / 255))
+SVHN = ((0.4380, 0.4440, 0.4730), (0.1751, 0.1771, 0.1744))
+# An archive's sheet holds 16 x 16 images whose sides are multiples of 8, so that JPEG's blocks
+# never cross from one image into another.
+SHEET_SIDE = 16
+NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer images are near duplicates,
+NEAR_SHARE = 0.25  # if that is also under this share of their own contrast (open sea is all alike)
+CHECK_ROWS = 4096
+DATASETS = spec.Table(
+    {
+        name: f"data.dataset.{name}"
+        for name in "digits cifar10 cifar100 cifar100_lt stl10 svhn eurosat".split()
+    }
+    | {"folder": "data.dataset.class_folders", "archive": "data.dataset.archive"}
+    | {"pictures": "data.folder.own_images", "synthetic": "data.dataset.synthetic"}
 )
-from calmatch.spec import Spec
 
 
 class Dataset(NamedTuple):
-    """Pictures to train on and to test on."""
+    """Images to train on and to test on."""
 
     images: Images  # uint8 [N, 3, H, W], or what reads them when asked for
     labels: Tensor  # [N] class ids, -1 unknown
@@ -45,32 +55,26 @@ class Dataset(NamedTuple):
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     labelled_counts: tuple[int, ...] | None = None  # labels of each class, where that is the point
     unlabelled_counts: tuple[int, ...] | None = None
-    whole_pool: bool = False  # unlabelled are all pictures, the labelled ones once more (STL-10)
+    whole_pool: bool = False  # unlabelled are all images, the labelled ones once more (STL-10)
     shuffle_first: bool = False  # USB shuffles EuroSAT's list before it splits
 
 
-def last_share(labels: Tensor, share: float) -> Tensor:
-    """True for the last share of each class in the given order."""
-    chosen = torch.zeros(len(labels), dtype=torch.bool)
-    for k in labels.unique():
-        ids = (labels == k).nonzero()[:, 0]
-        chosen[ids[len(ids) - round(share * len(ids)) :]] = True
-    return chosen
-
-
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-CIFAR100 = (
-    (129.3 / 255, 124.1 / 255, 112.4 / 255),
-    (68.2 / 255, 65.4 / 255, 70.4 / 255),
-)
-STL10 = ((112.4 / 255, 109.1 / 255, 98.6 / 255), (68.4 / 255, 66.6 / 255, 68.5 / 255))
-SVHN = ((0.4380, 0.4440, 0.4730), (0.1751, 0.1771, 0.1744))
+def build(text: str) -> Dataset:
+    """The dataset a spec names."""
+    bound = spec.bind(spec.parse(text), DATASETS, "dataset")
+    try:
+        built = bound()
+    except TypeError as error:
+        raise spec.SpecError(f"{text!r} does not make a dataset: {error}.") from error
+    if not isinstance(built, Dataset):
+        raise spec.SpecError(f"{text!r} is not a Dataset.")
+    return built
 
 
 def data_root() -> Path:
     """Where datasets are: --data-root, or CALMATCH_DATA, or a folder in the user's cache."""
     chosen = os.environ.get("CALMATCH_DATA")
-    return Path(chosen) if chosen else cache_folder() / "data"
+    return Path(chosen) if chosen else stored.cache_folder() / "data"
 
 
 def official_readers(kind: str, expected: str, *splits: dict[str, Any]) -> list[Any]:
@@ -87,18 +91,18 @@ def official_readers(kind: str, expected: str, *splits: dict[str, Any]) -> list[
         return [make(str(data_root()), download=True, **split) for split in splits]
     except (RuntimeError, URLError, OSError) as error:
         raise ValueError(
-            f"{kind} is not there: put {expected} under {data_root()} (--data-root or CALMATCH_DATA "
-            f"chooses another folder); downloading failed: {error}"
+            f"{kind} is not there: put {expected} under {data_root()} (--data-root or "
+            f"CALMATCH_DATA chooses another folder); downloading failed: {error}"
         ) from error
 
 
 def cifar10() -> Dataset:
-    """CIFAR-10: 50,000 and 10,000 pictures of 32 px, 10 classes."""
+    """CIFAR-10: 50,000 and 10,000 images of 32 px, 10 classes."""
     return _cifar("CIFAR10", "cifar-10-batches-py/ or cifar-10-python.tar.gz", IMAGENET)
 
 
 def cifar100() -> Dataset:
-    """CIFAR-100: 50,000 and 10,000 pictures of 32 px, 100 classes."""
+    """CIFAR-100: 50,000 and 10,000 images of 32 px, 100 classes."""
     return _cifar("CIFAR100", "cifar-100-python/ or cifar-100-python.tar.gz", CIFAR100)
 
 
@@ -107,7 +111,7 @@ def cifar100_lt(
 ) -> Dataset:
     """CIFAR-100 with long-tailed classes; a negative gamma_u reverses the unlabelled tail.
 
-    n1 and m are the numbers of labelled and unlabelled pictures of the first class.
+    n1 and m are the labelled and unlabelled images of the first class.
     """
     plain = cifar100()
     classes = len(plain.classes)
@@ -118,17 +122,11 @@ def cifar100_lt(
 
 
 def _cifar(kind: str, expected: str, statistics: Any) -> Dataset:
-    train, test = official_readers(kind, expected, {"train": True}, {"train": False})
-    images, test_images = (torch.from_numpy(s.data).permute(0, 3, 1, 2) for s in (train, test))
-    labels, test_labels = (torch.tensor(s.targets) for s in (train, test))
-    return Dataset(
-        images.contiguous(),
-        labels,
-        test_images.contiguous(),
-        test_labels,
-        tuple(train.classes),
-        *statistics,
-    )
+    sets = official_readers(kind, expected, {"train": True}, {"train": False})
+    images = [torch.from_numpy(s.data).permute(0, 3, 1, 2).contiguous() for s in sets]
+    labels = [torch.tensor(s.targets) for s in sets]
+    classes = tuple(sets[0].classes)
+    return Dataset(images[0], labels[0], images[1], labels[1], classes, *statistics)
 
 
 def svhn() -> Dataset:
@@ -140,22 +138,20 @@ def svhn() -> Dataset:
 
 
 def stl10() -> Dataset:
-    """STL-10: 5,000 labelled, 100,000 unlabelled and 8,000 test pictures of 96 px, 10 classes."""
-    expected = "stl10_binary/ or stl10_binary.tar.gz"
-    train, test = official_readers("STL10", expected, {"split": "train"}, {"split": "test"})
-    (pool,) = official_readers("STL10", expected, {"split": "unlabeled"})
+    """STL-10: 5,000 labelled, 100,000 unlabelled and 8,000 test images of 96 px, 10 classes."""
+    names = ({"split": name} for name in ("train", "test", "unlabeled"))
+    train, test, pool = official_readers("STL10", "stl10_binary/ or stl10_binary.tar.gz", *names)
     n = len(train.data) + len(pool.data)
 
-    def fill(pictures: Any) -> None:
-        pictures[: len(train.data)] = train.data
-        pictures[len(train.data) :] = pool.data
+    def fill(images: Any) -> None:
+        images[: len(train.data)] = train.data
+        images[len(train.data) :] = pool.data
 
     key = "-".join(["stl10", *(md5[:12] for _, md5 in train.train_list)])
-    images = cached_tensor(key, (n, *train.data.shape[1:]), fill)
     labels = torch.full((n,), -1)
     labels[: len(train.data)] = torch.from_numpy(train.labels).long()
     return Dataset(
-        images,
+        stored.cached_array(key, (n, *train.data.shape[1:]), fill).tensor,
         labels,
         torch.from_numpy(test.data),
         torch.from_numpy(test.labels).long(),
@@ -166,29 +162,26 @@ def stl10() -> Dataset:
 
 
 def eurosat(*, size: int = 32) -> Dataset:
-    """EuroSAT: 27,000 satellite pictures, 10 classes; the last 20 % of each class are the test set.
+    """EuroSAT: 27,000 satellite images, 10 classes; the last 20 % of each class are the test set.
 
     Read from the folder 2750/ (as in the official zip, or torchvision's eurosat/2750/) or straight
-    from EuroSAT.zip; 64 px pictures are resized.
+    from EuroSAT.zip; 64 px images are resized.
     """
-    found = _of_classes(*_eurosat(), size, "eurosat", 0.2)
-    if len(found.classes) != 10:
-        raise ValueError(f"{data_root()} has {len(found.classes)} of EuroSAT's 10 class folders.")
-    return found._replace(shuffle_first=True)
+    dataset = _read_classes(*_find_eurosat(), size, "eurosat", 0.2)
+    if len(dataset.classes) != 10:
+        raise ValueError(f"{data_root()} has {len(dataset.classes)} of EuroSAT's 10 class folders.")
+    return dataset._replace(shuffle_first=True)
 
 
-def _eurosat() -> tuple[Path, str]:
-    places = [
-        (data_root() / "eurosat", "2750"),
-        (data_root(), "2750"),
-        (data_root() / "EuroSAT", "2750"),
-    ]
-    places = [(place, below) for place, below in places if (place / below).is_dir()]
-    places += [(path, "2750/") for path in (data_root() / "EuroSAT.zip",) if path.is_file()]
-    if not places:
-        official_readers("EuroSAT", "eurosat/2750/ or EuroSAT.zip", {})
-        return data_root() / "eurosat", "2750"
-    return places[0]
+def _find_eurosat() -> tuple[Path, str]:
+    root = data_root()
+    for place in (root / "eurosat", root, root / "EuroSAT"):
+        if (place / "2750").is_dir():
+            return place, "2750"
+    if (root / "EuroSAT.zip").is_file():
+        return root / "EuroSAT.zip", "2750/"
+    official_readers("EuroSAT", "eurosat/2750/ or EuroSAT.zip", {})
+    return root / "eurosat", "2750"
 
 
 def class_folders(*, path: str, size: int = 32, share: float = 0.2, cached: bool = True) -> Dataset:
@@ -199,180 +192,103 @@ def class_folders(*, path: str, size: int = 32, share: float = 0.2, cached: bool
     place = Path(path)
     if not place.is_dir():
         raise ValueError(f"There is no folder {place}.")
-    if len(list_class_folders(place)) < 2:
+    if len(stored.list_class_folders(place)) < 2:
         raise ValueError(f"{place} needs at least two class folders with pictures in them.")
-    return _of_classes(place, "", size, "folder", share, cached)
+    return _read_classes(place, "", size, "folder", share, cached)
 
 
-def _of_classes(
+def _read_classes(
     place: Path, below: str, size: int, title: str, share: float, cached: bool = True
 ) -> Dataset:
-    """Class folders with the last share of each class, in file order, as the test set."""
-    found = list_class_folders(place, below)
-    sizes = [len(group) for group in found.values()]
+    groups, listed = _list_classes(place, below, size)
+    sizes = [len(names) for names in groups.values()]
     labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-    test = last_share(labels, share)
-    names = tuple(name for group in found.values() for name in group)
-    pictures = ImageFiles(place, names, size)
-    if not cached:
-        parts = [pictures.some(rows.nonzero()[:, 0].tolist()) for rows in (~test, test)]
-        return Dataset(parts[0], labels[~test], parts[1], labels[test], tuple(found))
-    images = load_cached(pictures, title)
-    return Dataset(images[~test], labels[~test], images[test], labels[test], tuple(found))
+    images = stored.load_cached(listed, title) if cached else listed
+    return _hold_out(images, labels, share, tuple(groups))
 
 
-def dataset_files(item: Spec) -> ImageFiles | None:
-    """The picture files behind a dataset, where it is made of such."""
-    size = int(item.kwargs.get("size", 32))
-    if item.name == "eurosat":
-        place, below = _eurosat()
-    elif item.name == "folder" and Path(str(item.kwargs.get("path"))).is_dir():
-        place, below = Path(str(item.kwargs["path"])), ""
-    else:
-        return None
-    names = tuple(name for group in list_class_folders(place, below).values() for name in group)
-    return ImageFiles(place, names, size)
+def _list_classes(place: Path, below: str, size: int) -> tuple[dict[str, list[str]], ImageFiles]:
+    groups = stored.list_class_folders(place, below)
+    names = tuple(name for names in groups.values() for name in names)
+    return groups, ImageFiles(place, names, size)
 
 
-SHEET_SIDE = 16  # a sheet holds 16 x 16 pictures; their sides are multiples of 8, so JPEG's blocks
-# never cross from one picture into another
-QUALITIES = range(50, 101)
+def _hold_out(images: Tensor | ImageFiles, labels: Tensor, share: float, *rest: Any) -> Dataset:
+    """The last share of each class, in the given order, is the test set."""
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    for k in labels.unique():
+        ids = (labels == k).nonzero()[:, 0]
+        test[ids[len(ids) - round(share * len(ids)) :]] = True
+
+    def some(mask: Tensor) -> Images:
+        rows = mask.nonzero()[:, 0]
+        return images.some(rows.tolist()) if isinstance(images, ImageFiles) else images[rows]
+
+    return Dataset(some(~test), labels[~test], some(test), labels[test], *rest)
 
 
 def archive(*, name: str, size: int = 0, most: int = 0) -> Dataset:
-    """A dataset that `tools/pack.py` has made one file of, under the data folder's `packed/`.
+    """A dataset in one file of JPEG sheets, slightly changed, which research/archive.py makes.
 
     Args:
-        name: of the file, without its ending.
-        size: pixels to resize to (bilinear); 0: as packed.
-        most: training pictures that are used, the first ones; 0: all.
+        name: of the file under the data folder's `archive/`, without its ending; or a path.
+        size: pixels to resize to (bilinear); 0: as in the archive.
+        most: training images that are used, the first ones; 0: all.
     """
-    path = data_root() / "packed" / f"{name}.npz"
-    if not path.is_file() or Path(name).name != name:
-        raise ValueError(f"There is no packed dataset {path}; tools/pack.py makes one.")
+    path = data_root() / "archive" / f"{Path(name).name}.npz"
+    if name.endswith(".npz") and Path(name).is_file():
+        path = Path(name)
+    elif not path.is_file() or Path(name).name != name:
+        raise ValueError(f"There is no archive {name!r} ({path}); research/archive.py makes one.")
+    arrays = files.read_arrays(path)
     try:
-        with np.load(path, allow_pickle=False) as found:
-            held: dict[str, Any] = {key: found[key] for key in found.files}
-        note = json.loads(str(held["note"]))
-        ends, labels, tested = held["ends"], held["labels"], held["test_labels"]
-        sheets, side = held["sheets"].tobytes(), size or note["size"]
+        note = json.loads(str(arrays["note"]))
+        ends, labels, test_labels = arrays["ends"], arrays["labels"], arrays["test_labels"]
+        blob, side = arrays["sheets"].tobytes(), size or note["size"]
 
-        def fill(found: NDArray[np.uint8]) -> None:
-            images = _unpack_sheets(sheets, ends, note["size"], len(found))
-            found[:] = _resize_images(images, side).numpy()
+        def fill(images: NDArray[np.uint8]) -> None:
+            start = 0
+            for sheet in decode_sheets(blob, ends, note["size"]):
+                some = sheet[: len(images) - start]
+                if side != note["size"]:
+                    some = F.interpolate(
+                        some.float(), (side, side), mode="bilinear", antialias=True
+                    )
+                    some = some.round().clamp(0, 255).to(torch.uint8)
+                images[start : start + len(some)] = some.numpy()
+                start += len(some)
+            if start < len(images):
+                raise ValueError(f"it holds {start} of {len(images)} images")
 
-        key = hashlib.blake2b(sheets, digest_size=12).hexdigest()
-        images = cached_tensor(
-            f"packed-{key}-{side}", (len(labels) + len(tested), 3, side, side), fill
+        key = f"archive-{hashlib.blake2b(blob, digest_size=12).hexdigest()}-{side}"
+        shape = (len(labels) + len(test_labels), 3, side, side)
+        images = stored.cached_array(key, shape, fill).tensor
+        mean, std = (tuple(map(float, row)) for row in note["statistics"])
+        used = min(most or len(labels), len(labels))
+        return Dataset(
+            images[:used],
+            torch.from_numpy(labels[:used]).long(),
+            images[len(labels) :],
+            torch.from_numpy(test_labels).long(),
+            tuple(str(name) for name in note["classes"]),
+            (mean[0], mean[1], mean[2]),
+            (std[0], std[1], std[2]),
+            whole_pool=note["whole_pool"],
+            shuffle_first=note["shuffle_first"],
         )
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise ValueError(f"{path} is damaged or no packed dataset: {error}.") from error
-    mean, std = (tuple(float(v) for v in row) for row in note["statistics"])
-    used = min(most or len(labels), len(labels))
-    return Dataset(
-        images[:used],
-        torch.from_numpy(labels[:used]).long(),
-        images[len(labels) :],
-        torch.from_numpy(tested).long(),
-        tuple(str(name) for name in note["classes"]),
-        (mean[0], mean[1], mean[2]),
-        (std[0], std[1], std[2]),
-        whole_pool=note["whole_pool"],
-        shuffle_first=note["shuffle_first"],
-    )
+    except (OSError, ValueError, LookupError, EOFError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged or no archive of images: {error}.") from error
 
 
-def pack_archive(dataset: Dataset, limit: int) -> tuple[bytes, dict[str, Any]]:
-    """The file of a dataset, with the best JPEG quality that stays within `limit` bytes.
-
-    Returns:
-        Its content, and what is said in it beside pictures: quality, noise, classes.
-    """
-    both = (dataset.images, dataset.test_images)
-    images = torch.cat([take_images(some, torch.arange(len(some))) for some in both])
-    size = images.shape[-1]
-    if images.shape[-2] != size or size % 8:
-        raise ValueError("Only square pictures whose side is a multiple of 8 can be packed.")
-    quality = _best_quality(
-        images, limit - 9 * len(images) - 50_000
-    )  # labels and names need room too
-    sheets = [_encode_sheet(some, quality) for some in images.split(SHEET_SIDE * SHEET_SIDE)]
-    blob = b"".join(sheets)
-    ends = np.cumsum([len(sheet) for sheet in sheets])
-    change = (
-        (_unpack_sheets(blob, ends, size, len(images)).float() - images.float()).square().mean()
-    )
-    note = {
-        "size": size,
-        "quality": quality,
-        "psnr": round(float(10 * torch.log10(255**2 / change.clamp_min(1e-9))), 2),
-        "classes": list(dataset.classes),
-        "statistics": [list(dataset.mean), list(dataset.std)],
-        "whole_pool": dataset.whole_pool,
-        "shuffle_first": dataset.shuffle_first,
-    }
-    filled = io.BytesIO()
-    np.savez(
-        filled,
-        sheets=np.frombuffer(blob, np.uint8),
-        ends=ends,
-        labels=dataset.labels.numpy(),
-        test_labels=dataset.test_labels.numpy(),
-        note=json.dumps(note),
-    )
-    assert filled.tell() <= limit, "the estimate of a quality's size was too low"
-    return filled.getvalue(), note
-
-
-def _best_quality(images: Tensor, room: int) -> int:
-    """The best quality whose sheets need at most so many bytes, all of them measured."""
-    low, high = 0, len(QUALITIES) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        sheets = images.split(SHEET_SIDE * SHEET_SIDE)
-        if sum(len(_encode_sheet(some, QUALITIES[middle])) for some in sheets) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return QUALITIES[low]
-
-
-def _encode_sheet(images: Tensor, quality: int) -> bytes:
-    size = images.shape[-1]
-    full = torch.zeros(SHEET_SIDE * SHEET_SIDE, 3, size, size, dtype=torch.uint8)
-    full[: len(images)] = images
-    tiles = full.view(SHEET_SIDE, SHEET_SIDE, 3, size, size).permute(0, 3, 1, 4, 2)
-    picture = Image.fromarray(tiles.reshape(SHEET_SIDE * size, SHEET_SIDE * size, 3).numpy())
-    packed = io.BytesIO()
-    picture.save(packed, "JPEG", quality=quality, subsampling=0)  # colours as fine as brightness
-    return packed.getvalue()
-
-
-def _unpack_sheets(blob: bytes, ends: Any, size: int, number: int) -> Tensor:
-    def sheets() -> Iterator[Tensor]:
-        start = 0
-        for end in map(int, ends):
-            with Image.open(io.BytesIO(blob[start:end])) as picture:
-                pixels = torch.from_numpy(np.array(picture))
-            tiles = pixels.view(SHEET_SIDE, size, SHEET_SIDE, size, 3).permute(0, 2, 4, 1, 3)
-            yield tiles.reshape(-1, 3, size, size)
-            start = end
-
-    return torch.cat(list(sheets()))[:number]
-
-
-def _resize_images(images: Tensor, size: int) -> Tensor:
-    if size == images.shape[-1]:
-        return images
-    return torch.cat(
-        [
-            F.interpolate(some.float(), (size, size), mode="bilinear", antialias=True)
-            .round()
-            .clamp(0, 255)
-            .to(torch.uint8)
-            for some in images.split(1024)
-        ]
-    )
+def decode_sheets(blob: bytes, ends: Any, size: int) -> Iterator[Tensor]:
+    """The 256 images of each JPEG sheet of an archive; what is left of the last one is black."""
+    start = 0
+    for end in map(int, ends):
+        with Image.open(io.BytesIO(blob[start:end])) as sheet:
+            pixels = torch.from_numpy(np.array(sheet))
+        tiles = pixels.view(SHEET_SIDE, size, SHEET_SIDE, size, 3).permute(0, 2, 4, 1, 3)
+        yield tiles.reshape(-1, 3, size, size)
+        start = end
 
 
 def digits() -> Dataset:
@@ -384,20 +300,12 @@ def digits() -> Dataset:
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
-    grey = (loaded.images * (255 / 16)).round().astype(np.uint8)
-    images = torch.from_numpy(grey).repeat_interleave(2, 1).repeat_interleave(2, 2)
-    images = images[:, None].repeat(1, 3, 1, 1)
+    grey = torch.from_numpy((loaded.images * (255 / 16)).round().astype(np.uint8))
+    images = grey.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, None].repeat(1, 3, 1, 1)
+    names = tuple(str(name) for name in loaded.target_names)
+    statistics = ((0.305, 0.305, 0.305), (0.376, 0.376, 0.376))
     labels = torch.from_numpy(loaded.target).long()
-    test = last_share(labels, 1 / 3)
-    return Dataset(
-        images[~test],
-        labels[~test],
-        images[test],
-        labels[test],
-        tuple(str(name) for name in loaded.target_names),
-        mean=(0.305, 0.305, 0.305),
-        std=(0.376, 0.376, 0.376),
-    )
+    return _hold_out(images, labels, 1 / 3, names, *statistics)
 
 
 def synthetic(
@@ -406,40 +314,11 @@ def synthetic(
     """Coloured blobs with noise, one pattern a class: for tests."""
     generator = torch.Generator().manual_seed(seed)
     patterns = 255 * torch.rand(classes, 3, 4, 4, generator=generator)
-    patterns = torch.nn.functional.interpolate(patterns, (size, size), mode="nearest")
+    patterns = F.interpolate(patterns, (size, size), mode="nearest")
     labels = torch.arange(classes).repeat(per_class)
     pixels = patterns[labels] + noise * torch.randn(len(labels), 3, size, size, generator=generator)
-    images = pixels.clamp(0, 255).to(torch.uint8)
-    test = last_share(labels, 0.25)
     names = tuple(f"class {k}" for k in range(classes))
-    return Dataset(images[~test], labels[~test], images[test], labels[test], names)
-
-
-DATASETS = spec.Table(
-    {
-        name: f"data.dataset.{name}"
-        for name in "digits cifar10 cifar100 cifar100_lt stl10 svhn eurosat".split()
-    }
-    | {"folder": "data.dataset.class_folders", "archive": "data.dataset.archive"}
-    | {"pictures": "data.folder.own_images", "synthetic": "data.dataset.synthetic"}
-)
-
-
-def build(text: str) -> Dataset:
-    """The dataset a spec names."""
-    bound = spec.bind(spec.parse(text), DATASETS, "dataset")
-    try:
-        built = bound()
-    except TypeError as error:
-        raise spec.SpecError(f"{text!r} does not make a dataset: {error}.") from error
-    if not isinstance(built, Dataset):
-        raise spec.SpecError(f"{text!r} is not a Dataset.")
-    return built
-
-
-NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer pictures are near duplicates,
-NEAR_SHARE = 0.25  # if that is also under this share of their own contrast (open sea is all alike)
-CHECK_ROWS = 4096
+    return _hold_out(pixels.clamp(0, 255).to(torch.uint8), labels, 0.25, names)
 
 
 class Finding(NamedTuple):
@@ -451,9 +330,9 @@ class Finding(NamedTuple):
 
 def check_dataset(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[Finding]:
     """Counts, undecodable files, duplicates across the test border, and the split."""
-    bad = undecodable(dataset_files(spec.parse(text)))
-    yield Finding("undecodable files", f"{len(bad)}" + "".join(f"\n{line}" for line in bad[:10]))
-    if bad:
+    broken = list(_undecodable(spec.parse(text)))
+    yield Finding("undecodable files", "\n".join([str(len(broken)), *broken[:10]]))
+    if broken:
         return
     dataset = build(text)
     yield Finding("training pictures", f"{len(dataset.labels):,} {tuple(dataset.images.shape[1:])}")
@@ -463,36 +342,57 @@ def check_dataset(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[F
         yield Finding(f"class {k} {name}", f"{train:,} training, {test:,} test")
     if unknown := int((dataset.labels < 0).sum()):
         yield Finding("without label", f"{unknown:,}")
-    images = take_images(dataset.images, torch.arange(len(dataset.labels)))
-    test_images = take_images(dataset.test_images, torch.arange(len(dataset.test_labels)))
-    exact = exact_duplicates(images, test_images)
-    yield Finding("test pictures also in training", f"{len(exact):,}{_first_pairs(exact)}")
-    near = near_duplicates(images, test_images)
-    yield Finding("test pictures nearly in training", f"{len(near):,}{_first_pairs(near)}")
-    yield _split_finding(dataset, labels, split_seed)
+    both = (dataset.images, dataset.test_images)
+    images, test_images = (take_images(some, torch.arange(len(some))) for some in both)
+    for word, search in (("also", _exact_duplicates), ("nearly", _near_duplicates)):
+        pairs = search(images, test_images)
+        first = ", ".join(f"test {a} = training {b}" for a, b in pairs[:3])
+        more = f" ({first}{', ...' if len(pairs) > 3 else ''})" if pairs else ""
+        yield Finding(f"test pictures {word} in training", f"{len(pairs):,}{more}")
+    parts = split(
+        dataset.labels.numpy(),
+        labels or dataset.labelled_counts or 4 * len(dataset.classes),
+        split_seed,
+        unlabelled=None if labels else dataset.unlabelled_counts,
+        whole_pool=dataset.whole_pool,
+        shuffle_first=dataset.shuffle_first,
+    )
+    first = ", ".join(map(str, parts.labelled[:5]))
+    numbers = (
+        f"{len(parts.labelled):,} labelled ({first}, ...), {len(parts.unlabelled):,} unlabelled"
+    )
+    yield Finding(f"split with seed {split_seed}", numbers)
 
 
-def undecodable(files: ImageFiles | None) -> list[str]:
-    """A sentence for each file that is not a picture."""
-    found = []
-    for place in range(len(files or ())):
-        assert files is not None
+def _undecodable(item: spec.Spec) -> Iterator[str]:
+    """A sentence for each file of a dataset that is not an image."""
+    if item.name == "eurosat":
+        place, below = _find_eurosat()
+    elif item.name == "folder" and Path(str(item.kwargs.get("path"))).is_dir():
+        place, below = Path(str(item.kwargs["path"])), ""
+    else:
+        return
+    listed = _list_classes(place, below, int(item.kwargs.get("size", 32)))[1]
+    for row in range(len(listed)):
         try:
-            files.picture(place)
+            listed.image(row)
         except ValueError as error:
-            found.append(str(error))
-    return found
+            yield str(error)
 
 
-def exact_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
-    """Pairs (test, training) of pictures that are equal to the last bit."""
-    known = {_hash_image(picture): row for row, picture in enumerate(train)}
-    pairs = ((row, known.get(_hash_image(picture))) for row, picture in enumerate(test))
+def _exact_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
+    """Pairs (test, training) of images that are equal to the last bit."""
+
+    def digest(image: Tensor) -> bytes:
+        return hashlib.blake2b(image.contiguous().numpy().tobytes(), digest_size=16).digest()
+
+    known = {digest(image): row for row, image in enumerate(train)}
+    pairs = ((row, known.get(digest(image))) for row, image in enumerate(test))
     return [(row, other) for row, other in pairs if other is not None]
 
 
-def near_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
-    """Pairs (test, training) of pictures that nearly agree: each one's nearest, if near."""
+def _near_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
+    """Pairs (test, training) of images that nearly agree: each one's nearest, if near."""
     small = _mean_cells(train)
     lengths = small.square().sum(1)
     pairs = []
@@ -507,44 +407,13 @@ def near_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
             closer = value < best
             best = torch.where(closer, value, best)
             nearest = torch.where(closer, index + place, nearest)
-        near = (best / small.shape[1]).clamp_min(0).sqrt() < (NEAR_SHARE * some.std(1)).clamp_max(
-            NEAR
-        )
-        rows = near.nonzero()[:, 0]
-        pairs += [(start + int(row), int(nearest[row])) for row in rows]
+        away = (best / small.shape[1]).clamp_min(0).sqrt()
+        near = away < (NEAR_SHARE * some.std(1)).clamp_max(NEAR)
+        pairs += [(start + int(row), int(nearest[row])) for row in near.nonzero()[:, 0]]
     return pairs
 
 
 def _mean_cells(images: Tensor) -> Tensor:
     """Mean colours of 8 x 8 cells, [N, 192]."""
-    parts = [
-        torch.nn.functional.adaptive_avg_pool2d(some.float(), 8).flatten(1)
-        for some in images.split(CHECK_ROWS)
-    ]
-    return torch.cat(parts)
-
-
-def _hash_image(picture: Tensor) -> bytes:
-    return hashlib.blake2b(picture.contiguous().numpy().tobytes(), digest_size=16).digest()
-
-
-def _first_pairs(pairs: list[tuple[int, int]]) -> str:
-    shown = ", ".join(f"test {a} = training {b}" for a, b in pairs[:3])
-    return f" ({shown}{', ...' if len(pairs) > 3 else ''})" if pairs else ""
-
-
-def _split_finding(dataset: Dataset, labels: int, seed: int) -> Finding:
-    wanted = labels or dataset.labelled_counts or 4 * len(dataset.classes)
-    found = split(
-        dataset.labels.numpy(),
-        wanted,
-        seed,
-        unlabelled=None if labels else dataset.unlabelled_counts,
-        whole_pool=dataset.whole_pool,
-        shuffle_first=dataset.shuffle_first,
-    )
-    first = ", ".join(map(str, found.labelled[:5]))
-    return Finding(
-        f"split with seed {seed}",
-        f"{len(found.labelled):,} labelled ({first}, ...), {len(found.unlabelled):,} unlabelled",
-    )
+    parts = images.split(CHECK_ROWS)
+    return torch.cat([F.adaptive_avg_pool2d(some.float(), 8).flatten(1) for some in parts])

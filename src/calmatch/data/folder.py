@@ -6,44 +6,29 @@ import csv
 import difflib
 import io
 import json
+import math
 import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from calmatch.data.dataset import IMAGENET, Dataset
-from calmatch.data.images import (
-    SUFFIXES,
-    CachedImages,
-    ImageFiles,
-    Pixels,
-    cache_folder,
-    cached_array,
-    map_threads,
-    open_image,
-    release_pages,
-    stamp_files,
-    write_note,
-)
+from calmatch import files
+from calmatch.console import ProgressBar
+from calmatch.data import images as stored
+from calmatch.data.dataset import Dataset
+from calmatch.data.images import SUFFIXES, CachedImages, ImageFiles, Pixels, Skipped
 
 UNLABELLED = ("unlabelled", "unlabeled")
 SIZES = (16, 32, 64, 96, 128)
-LARGEST = 8 * 2**30  # bytes of decoded pictures that are kept; beyond, they are decoded again
-CountImages = Callable[[int], object]  # told how many pictures are read
-
-
-class Skipped(NamedTuple):
-    """A file that is left out, and why."""
-
-    file: str
-    why: str
+LARGEST = 8 * 2**30  # bytes of decoded images that are kept; beyond, they are decoded again
+SHOWN = 5  # mistakes of one kind in a message
 
 
 class ImageFolder(NamedTuple):
@@ -59,28 +44,27 @@ class ImageFolder(NamedTuple):
     def some(self, rows: Iterable[int]) -> ImageFolder:
         """Only these rows."""
         rows = list(rows)
-        return self._replace(
-            names=tuple(self.names[k] for k in rows), labels=tuple(self.labels[k] for k in rows)
-        )
+        names, labels = tuple(self.names[k] for k in rows), tuple(self.labels[k] for k in rows)
+        return self._replace(names=names, labels=labels)
 
     @property
     def known(self) -> list[int]:
-        """The class ids of labelled pictures."""
+        """The class ids of labelled images."""
         return [label for label in self.labels if label >= 0]
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Labels of each class."""
-        found = Counter(self.labels)
-        return tuple(found[k] for k in range(len(self.classes)))
+        counts = Counter(self.labels)
+        return tuple(counts[k] for k in range(len(self.classes)))
 
 
 def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> ImageFolder:
-    """List a folder's pictures and their labels; nothing is decoded yet.
+    """List a folder's images and their labels; nothing is decoded yet.
 
     Args:
-        root: class folders (`unlabelled/` holds pictures without a label), or any tree with a CSV.
-        csv: `file,label` for some of the pictures; the others are unlabelled.
+        root: class folders (`unlabelled/` holds images without a label), or any tree with a CSV.
+        csv: `file,label` for some of the images; the others are unlabelled.
         strict: a file that would be skipped is an error.
     """
     if not root.is_dir():
@@ -88,52 +72,47 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
         raise ValueError(f"There is no folder {root}.{hint}")
     names, skipped = _list_images(root)
     if strict and skipped:
-        raise ValueError(f"{skipped[0].file}: {skipped[0].why} (--strict).")
+        raise ValueError(f"{skipped[0].file}: {skipped[0].reason} (--strict).")
     if not names:
         kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
     known, notes = _by_folder(root, names) if csv is None else _by_csv(csv, names)
-    classes = order_classes(known.values())
-    _check_classes(classes, csv, root)
+    classes = _order_classes(known.values())
+    if len(classes) < 2:
+        one = f"{csv or root} knows one class only, {classes[0]!r}"
+        raise ValueError(f"{one}; a classifier needs two or more.")
     place = {name: k for k, name in enumerate(classes)}
     ids = tuple(place[known[name]] if name in known else -1 for name in names)
-    found = ImageFolder(root, tuple(names), ids, classes, tuple(skipped), tuple(notes))
-    return found._replace(notes=(*notes, *_find_doubts(found)))
+    folder = ImageFolder(root, tuple(names), ids, classes, tuple(skipped))
+    return folder._replace(notes=(*notes, *_find_doubts(folder)))
 
 
 def _list_images(root: Path) -> tuple[list[str], list[Skipped]]:
-    """Pictures anywhere below root, sorted; links that lead outside are left out."""
+    """Images anywhere below root, sorted; links that lead outside are left out."""
     inside = root.resolve()
     names, skipped = [], []
-    for folder, below, files in os.walk(root, followlinks=False):
+    for folder, below, entries in os.walk(root, followlinks=False):
         here = Path(folder)
         below[:] = sorted(name for name in below if not name.startswith((".", "__MACOSX")))
-        for name in below:
-            if (here / name).is_symlink():
-                link = (here / name).relative_to(root).as_posix()
+        for path in (here / name for name in below):
+            if path.is_symlink():
+                link = path.relative_to(root).as_posix()
                 skipped.append(Skipped(link, "a link to a folder is not followed"))
-        for name in files:
-            if name.startswith(".") or not name.lower().endswith(SUFFIXES):
+        for path in (here / name for name in entries):
+            if path.name.startswith(".") or not path.name.lower().endswith(SUFFIXES):
                 continue
-            path = here / name
-            shown = path.relative_to(root).as_posix()
+            name = path.relative_to(root).as_posix()
             if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                skipped.append(Skipped(shown, "the link leads outside the folder"))
+                skipped.append(Skipped(name, "the link leads outside the folder"))
             else:
-                names.append(shown)
+                names.append(name)
     return sorted(names), skipped
 
 
 def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
     """The first folder of a name is its class."""
-    known = {}
-    loose = 0
-    for name in names:
-        first, _, rest = name.partition("/")
-        if not rest:
-            loose += 1
-        elif first.lower() not in UNLABELLED:
-            known[name] = first
+    nested = {name: name.partition("/")[0] for name in names if "/" in name}
+    known = {name: first for name, first in nested.items() if first.lower() not in UNLABELLED}
     filled = set(known.values())
     for folder in sorted(root.iterdir()):
         name = folder.name
@@ -145,6 +124,7 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
             f"{root} has no class folders with pictures in them. Sort a few pictures into one "
             f"folder for each class, or name their classes with --labels labels.csv."
         )
+    loose = len(names) - len(nested)
     note = f"{loose} pictures lie in {root} itself: they count as unlabelled."
     return known, [note] if loose else []
 
@@ -156,39 +136,39 @@ def _by_csv(csv: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
     return known, [f"{csv} names {twice} pictures more than once, alike."] if twice else []
 
 
-def _check_classes(classes: tuple[str, ...], csv: Path | None, root: Path) -> None:
-    if len(classes) < 2:
-        where = csv or root
-        raise ValueError(
-            f"{where} knows one class only, {classes[0]!r}; a classifier needs two or more."
-        )
+def _order_classes(labels: Iterable[str]) -> tuple[str, ...]:
+    """Class names in order: by value if all are numbers, else by text.
+
+    >>> _order_classes(["10", "9", "9"])
+    ('9', '10')
+    """
+    names = set(labels)
+    if all(re.fullmatch(r"[+-]?\d+(\.\d+)?", name) for name in names):
+        return tuple(sorted(names, key=lambda name: (float(name), name)))
+    return tuple(sorted(names))
 
 
-def _find_doubts(found: ImageFolder) -> list[str]:
+def _find_doubts(folder: ImageFolder) -> Iterator[str]:
     """What a person may have overlooked."""
-    notes = []
-    for name, count in zip(found.classes, found.counts, strict=True):
+    for name, count in zip(folder.classes, folder.counts, strict=True):
         if count == 1:
-            notes.append(
+            yield (
                 f"Class {name!r} has one label: it is learned from, but how well it is recognised "
                 f"cannot be checked. Label at least one more."
             )
-    same = Counter(name.casefold() for name in found.classes)
-    for folded, times in same.items():
+    for folded, times in Counter(name.casefold() for name in folder.classes).items():
         if times > 1:
-            alike = [name for name in found.classes if name.casefold() == folded]
-            notes.append(f"Classes {', '.join(map(repr, alike))} differ in capitals only.")
-    return notes
+            alike = [repr(name) for name in folder.classes if name.casefold() == folded]
+            yield f"Classes {', '.join(alike)} differ in capitals only."
 
 
-def fitting_size(found: ImageFolder, sample: int = 400) -> tuple[int, int]:
-    """The training size that suits the pictures, and the median of their shorter sides."""
-    step = max(1, len(found.names) // sample)
+def fitting_size(folder: ImageFolder, sample: int = 400) -> tuple[int, int]:
+    """The training size that suits the images, and the median of their shorter sides."""
     sides = []
-    for name in found.names[::step]:
+    for name in folder.names[:: max(1, len(folder.names) // sample)]:
         try:
-            with open_image((found.root / name).read_bytes()) as picture:
-                sides.append(min(picture.size))
+            with stored.open_image((folder.root / name).read_bytes()) as image:
+                sides.append(min(image.size))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             continue
     middle = int(np.median(sides)) if sides else SIZES[0]
@@ -196,49 +176,55 @@ def fitting_size(found: ImageFolder, sample: int = 400) -> tuple[int, int]:
 
 
 def decode_folder(
-    found: ImageFolder, size: int, strict: bool = False, seen: CountImages | None = None
+    folder: ImageFolder,
+    size: int,
+    strict: bool = False,
+    bar: ProgressBar | None = None,
+    *,
+    squash: bool = False,
 ) -> tuple[CachedImages | ImageFiles, ImageFolder]:
-    """All pictures of a folder at one size, decoded once and kept; broken files are left out."""
-    files = ImageFiles(found.root, found.names, size)
-    key = f"pictures-{stamp_files(files)}"
-    record = cache_folder() / f"{key}.json"
-    large = len(files) * 3 * size * size > LARGEST
+    """All images of a folder at one size, decoded once and kept; broken files are left out."""
+    listed = ImageFiles(folder.root, folder.names, size, squash)
+    key = f"pictures-{stored.stamp_files(listed)}"
+    record = stored.cache_folder() / f"{key}.json"
     broken: dict[str, str] = {}
 
-    def one(place: int) -> Pixels | None:
+    def decode(place: int) -> Pixels | None:
         try:
-            return files.picture(place)
+            return listed.image(place)
         except ValueError as error:
             if strict:
                 raise
-            broken[found.names[place]] = str(error).partition("cannot be decoded: ")[2]
+            broken[folder.names[place]] = str(error).partition("cannot be decoded: ")[2]
             return None
 
-    def fill(pictures: Pixels | None) -> None:
-        for place, picture in enumerate(map_threads(one, len(files))):
-            if picture is not None and pictures is not None:
-                pictures[place] = picture
+    def fill(pixels: Pixels | None) -> None:
+        for place, image in enumerate(stored.map_threads(decode, len(listed))):
+            if image is not None and pixels is not None:
+                pixels[place] = image
                 if place % 1024 == 0:
-                    release_pages(pictures)
-            if seen is not None:
-                seen(place + 1)
-        write_note(record, broken)
+                    stored.release_pages(pixels)
+            if bar is not None:
+                bar.update(place + 1)
+        files.write(record, json.dumps(broken))  # all ASCII: names need not be valid Unicode
 
-    if strict or not record.exists():
-        (cache_folder() / f"{key}.npy").unlink(missing_ok=True)
-    images: CachedImages | ImageFiles = files
-    if not large:
-        images = CachedImages(cached_array(key, files.shape, fill), torch.arange(len(files)), key)
-    elif strict or not record.exists():
+    anew = strict or not record.exists()
+    if anew:
+        (stored.cache_folder() / f"{key}.npy").unlink(missing_ok=True)
+    images: CachedImages | ImageFiles = listed
+    if math.prod(listed.shape) <= LARGEST:
+        cached = stored.cached_array(key, listed.shape, fill)
+        images = CachedImages(cached, torch.arange(len(listed)), key)
+    elif anew:
         fill(None)
-    bad = json.loads(record.read_text("utf-8"))
+    bad = files.read_json(record)
     if not bad:
-        return images, found
-    rows = [k for k, name in enumerate(found.names) if name not in bad]
+        return images, folder
+    rows = [k for k, name in enumerate(folder.names) if name not in bad]
     if not rows:
-        raise ValueError(f"No file in {found.root} can be decoded: {next(iter(bad.values()))}")
+        raise ValueError(f"No file in {folder.root} can be decoded: {next(iter(bad.values()))}")
     skipped = [Skipped(name, why) for name, why in sorted(bad.items())]
-    return images.some(rows), found.some(rows)._replace(skipped=(*found.skipped, *skipped))
+    return images.some(rows), folder.some(rows)._replace(skipped=(*folder.skipped, *skipped))
 
 
 class Arranged(NamedTuple):
@@ -248,12 +234,12 @@ class Arranged(NamedTuple):
     held: list[int]
 
 
-def arrange_rows(found: ImageFolder, hold: float, most: int, seed: int) -> Arranged:
-    """Hold out a share of each class's labels; keep at most so many unlabelled pictures."""
+def arrange_rows(folder: ImageFolder, hold: float, most: int, seed: int) -> Arranged:
+    """Hold out a share of each class's labels; keep at most so many unlabelled images."""
     random = np.random.default_rng([seed, 11])
-    y = np.array(found.labels)
+    y = np.array(folder.labels)
     held: list[int] = []
-    for k in range(len(found.classes)):
+    for k in range(len(folder.classes)):
         ids = random.permutation(np.flatnonzero(y == k))
         held += ids[: int(hold * len(ids))].tolist()
     spare = np.flatnonzero(y < 0)
@@ -271,7 +257,8 @@ def own_images(
     hold: float = 0.0,
     most: int = 0,
     seed: int = 0,
-    imagenet: bool = True,
+    mean: Any = None,
+    std: Any = None,
     strict: bool = False,
 ) -> Dataset:
     """Own pictures: class folders (+ unlabelled/), or a folder and a CSV of a few labels.
@@ -280,57 +267,37 @@ def own_images(
         root: the folder.
         labels: a CSV `file,label`; empty: the class folders say it.
         size: pixels of a side.
-        hold: share of each class's labels that are the test set; 0: all labels train, and
-            the labelled pictures stand in for a test set.
-        most: unlabelled pictures at most; 0: all.
+        hold: share of each class's labels for testing; 0: labelled images train and stand in.
+        most: unlabelled images at most; 0: all.
         seed: of what is held out and left out.
-        imagenet: normalise as ImageNet networks want it, else by the pictures' own statistics.
+        mean: of each channel, as the network wants it; None: the images' own statistics.
+        std: of each channel.
         strict: a file that cannot be decoded is an error.
     """
-    found = read_folder(Path(root), Path(labels) if labels else None, strict)
-    images, found = decode_folder(found, size, strict)
-    return as_dataset(images, found, arrange_rows(found, hold, most, seed), imagenet)
-
-
-def as_dataset(
-    images: CachedImages | ImageFiles, found: ImageFolder, rows: Arranged, imagenet: bool = True
-) -> Dataset:
-    """Decoded pictures as a dataset whose labels are all used."""
-    y = torch.tensor(found.labels)
+    folder = read_folder(Path(root), Path(labels) if labels else None, strict)
+    images, folder = decode_folder(folder, size, strict)
+    rows = arrange_rows(folder, hold, most, seed)
+    y = torch.tensor(folder.labels)
     own = y[rows.train]
-    counts = tuple(int((own == k).sum()) for k in range(len(found.classes)))
+    counts = tuple(int((own == k).sum()) for k in range(len(folder.classes)))
     if 0 in counts:
-        name = found.classes[counts.index(0)]
+        name = folder.classes[counts.index(0)]
         raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
-    test = rows.held or [k for k in rows.train if found.labels[k] >= 0]
-    mean, std = IMAGENET if imagenet else _statistics(images, rows.train)
-    return Dataset(
-        images.some(rows.train),
-        own,
-        images.some(test),
-        y[test],
-        found.classes,
-        mean=mean,
-        std=std,
-        labelled_counts=counts,
-    )
+    test = rows.held or [k for k in rows.train if folder.labels[k] >= 0]
+    channels = (mean, std) if mean and std else _statistics(images, rows.train)
+    train_images, test_images = images.some(rows.train), images.some(test)
+    return Dataset(train_images, own, test_images, y[test], folder.classes, *channels, counts)
 
 
-def _statistics(
-    images: CachedImages | ImageFiles, rows: list[int]
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Channel means and deviations of up to 1,000 pictures."""
+def _statistics(images: CachedImages | ImageFiles, rows: list[int]) -> tuple[Any, Any]:
+    """Channel means and deviations of up to 1,000 images."""
     some = rows[:: max(1, len(rows) // 1000)]
     flat = images.take(some).float().transpose(0, 1).flatten(1) / 255
-    mean, std = flat.mean(1).tolist(), flat.std(1).clamp_min(0.02).tolist()
-    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
-
-
-SHOWN = 5  # mistakes of one kind in a message
+    return tuple(flat.mean(1).tolist()), tuple(flat.std(1).clamp_min(0.02).tolist())
 
 
 class LabelRow(NamedTuple):
-    """A picture's name and label, and where they stand."""
+    """An image's name and label, and the row in which they stand."""
 
     file: str
     label: str
@@ -360,7 +327,7 @@ def read_labels(path: Path) -> list[LabelRow]:
         file, label = (unicodedata.normalize("NFC", cells[place]).strip() for place in places)
         if not file:
             raise ValueError(f"{path}, row {number}: the file name is empty.")
-        if label:  # without one, the picture is not labelled yet
+        if label:  # without one, the image is not labelled yet
             rows.append(LabelRow(file, label, number))
     if not rows:
         raise ValueError(f"{path} has no labels below its header.")
@@ -388,38 +355,34 @@ def _find_columns(cells: list[str], path: Path) -> tuple[int, int]:
             if names.count(name) > 1:
                 raise ValueError(f"{path}, row 1: the header names the column {name!r} twice.")
         return names.index("file"), names.index("label")
+    wrong = f"the first line must be file,label, not {','.join(cells)[:60]!r}."
     for mark, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if len(names) == 1 and mark in names[0]:
-            raise ValueError(
-                f"{path}, row 1: its columns are separated by {word}; save it with commas, "
-                f"so that the first line is file,label."
-            )
-    raise ValueError(
-        f"{path}, row 1: the first line must be file,label, not {','.join(cells)[:60]!r}."
-    )
+            wrong = f"its columns are separated by {word}; save it with commas, "
+            wrong += "so that the first line is file,label."
+            break
+    raise ValueError(f"{path}, row 1: {wrong}")
 
 
 def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> dict[str, str]:
-    """The label of each named picture; unknown, outside and contradictory ones are errors."""
+    """The label of each named image; unknown, outside and contradictory ones are errors."""
     known = {unicodedata.normalize("NFC", name): name for name in names}
-    found: dict[str, LabelRow] = {}
+    first: dict[str, LabelRow] = {}
     unknown: list[LabelRow] = []
-    labels: dict[str, str] = {}
     for row in rows:
         name = known.get(row.file) or known.get(_plain_name(row, path))
         if name is None:
             unknown.append(row)
             continue
-        before = found.setdefault(name, row)
+        before = first.setdefault(name, row)
         if before.label != row.label:
             raise ValueError(
                 f"{path}, rows {before.number} and {row.number}: {row.file} is called "
                 f"{before.label!r} and {row.label!r}; keep one."
             )
-        labels[name] = row.label
     if unknown:
         raise ValueError(_unknown_sentence(unknown, known, path))
-    return labels
+    return {name: row.label for name, row in first.items()}
 
 
 def _plain_name(row: LabelRow, path: Path) -> str:
@@ -442,15 +405,3 @@ def _unknown_sentence(rows: list[LabelRow], known: Mapping[str, str], path: Path
         lines.append(f"row {row.number}: {row.file}{hint}")
     more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
     return f"{path} names pictures that are not there: {'; '.join(lines)}{more}."
-
-
-def order_classes(labels: Iterable[str]) -> tuple[str, ...]:
-    """Class names in order: by value if all are numbers, else by text.
-
-    >>> order_classes(["10", "9", "9"])
-    ('9', '10')
-    """
-    names = set(labels)
-    if all(re.fullmatch(r"[+-]?\d+(\.\d+)?", name) for name in names):
-        return tuple(sorted(names, key=lambda name: (float(name), name)))
-    return tuple(sorted(names))

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import json
 import mmap
 import os
 import struct
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,33 +25,27 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from calmatch.files import draft
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+KEPT_SECONDS = 30 * 24 * 3600  # that an array stays after its last use
 Pixels = NDArray[np.uint8]
 T = TypeVar("T")
-BROKEN = (  # what Pillow's readers raise at a damaged file
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    TypeError,
-    struct.error,
-    zlib.error,
+BROKEN: tuple[type[Exception], ...] = (  # what Pillow's readers raise at a damaged file
+    *(OSError, ValueError, SyntaxError, EOFError, ArithmeticError, AttributeError, LookupError),
+    *(MemoryError, NotImplementedError, TypeError, struct.error, zlib.error),
     Image.DecompressionBombError,
 )
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Pictures that are decoded when asked for; `names` are below `root`, a folder or a zip."""
+    """Images that are decoded when asked for; `names` are below `root`, a folder or a zip."""
 
     root: Path
     names: tuple[str, ...]
     size: int
+    squash: bool = False  # the whole image made square; else its middle
 
     def __len__(self) -> int:
         return len(self.names)
@@ -66,10 +59,10 @@ class ImageFiles:
             return _open_zip(self.root, os.getpid()).read(self.names[place])
         return (self.root / self.names[place]).read_bytes()
 
-    def picture(self, place: int) -> Pixels:
+    def image(self, place: int) -> Pixels:
         """uint8 [3, size, size]; a ValueError names a file that cannot be decoded."""
         try:
-            return decode(self.data(place), self.size)
+            return decode(self.data(place), self.size, self.squash)
         except BROKEN as error:
             why = str(error).strip().rstrip(".") or type(error).__name__
             raise ValueError(f"{self.names[place]} cannot be decoded: {why}.") from error
@@ -77,15 +70,16 @@ class ImageFiles:
     def take(self, rows: Sequence[int]) -> Tensor:
         if not rows:
             return torch.zeros(0, *self.shape[1:], dtype=torch.uint8)
-        return torch.from_numpy(np.stack([self.picture(row) for row in rows]))
+        return torch.from_numpy(np.stack([self.image(row) for row in rows]))
 
     def some(self, rows: Sequence[int]) -> ImageFiles:
-        return ImageFiles(self.root, tuple(self.names[row] for row in rows), self.size)
+        names = tuple(self.names[row] for row in rows)
+        return ImageFiles(self.root, names, self.size, self.squash)
 
 
 @dataclass(frozen=True)
 class CachedImages:
-    """Rows of decoded pictures in a file of the cache: read when asked for, never held."""
+    """Rows of decoded images in a file of the cache: read when asked for, never held."""
 
     file: MappedArray  # uint8 [M, 3, H, W]
     rows: Tensor  # [N]
@@ -108,8 +102,15 @@ class CachedImages:
 Images = Tensor | ImageFiles | CachedImages
 
 
+class Skipped(NamedTuple):
+    """A file that is left out, and why."""
+
+    file: str
+    reason: str
+
+
 def take_images(images: Images, rows: Tensor) -> Tensor:
-    """Some pictures as one tensor."""
+    """Some images as one tensor."""
     if isinstance(images, ImageFiles):
         return images.take(rows.tolist())
     return images.take(rows) if isinstance(images, CachedImages) else images[rows]
@@ -121,8 +122,27 @@ def _open_zip(path: Path, process: int) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
+    """A square RGB image: turned upright, shorter side resized, centre cut out; or squashed.
+
+    Images large enough to be bombs are refused, 16-bit grey is scaled, what is transparent turns
+    white, and of several frames the first counts. Large JPEGs are decoded at a reduced size.
+    """
+    image = open_image(data)
+    image.draft("RGB", (3 * size, 3 * size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # damaged metadata does not spoil an image
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _eight_bits(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return square_image(image.convert("RGB"), size, squash)
+
+
 def open_image(data: bytes) -> Image.Image:
-    """A picture whose pixels are not read yet; one large enough to be a bomb is refused."""
+    """An image whose pixels are not read yet; one large enough to be a bomb is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
@@ -131,72 +151,47 @@ def open_image(data: bytes) -> Image.Image:
             raise ValueError("it is too large") from error
 
 
-def decode(data: bytes, size: int) -> Pixels:
-    """A square RGB picture: turned upright, shorter side resized, centre cut out.
-
-    Pictures large enough to be bombs are refused, 16-bit grey is scaled, what is transparent turns
-    white, and of several frames the first counts. Large JPEGs are decoded at a reduced size.
-    """
-    picture = open_image(data)
-    picture.draft("RGB", (3 * size, 3 * size))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # damaged metadata does not spoil a picture
-        picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith("I") or picture.mode == "F":
-        picture = _eight_bits(picture)
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    return square_image(picture.convert("RGB"), size)
-
-
-def square_image(picture: Image.Image, size: int) -> Pixels:
-    """The middle of an RGB picture whose shorter side is made `size` pixels."""
-    picture = _not_too_long(picture)
-    scale = size / min(picture.size)
-    if scale != 1:
-        wide, high = (max(size, round(side * scale)) for side in picture.size)
-        picture = picture.resize((wide, high), Image.Resampling.BILINEAR)
-    left, top_row = (picture.width - size) // 2, (picture.height - size) // 2
-    picture = picture.crop((left, top_row, left + size, top_row + size))
-    return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1))
-
-
-def _eight_bits(picture: Image.Image) -> Image.Image:
+def _eight_bits(image: Image.Image) -> Image.Image:
     """Grey of 16 or more bits, scaled to eight."""
-    values = np.nan_to_num(np.asarray(picture, dtype=np.float64))
-    wide = picture.mode.startswith("I;16") or values.max() > 255
-    top = 65535.0 if wide else 1.0 if picture.mode == "F" and values.max() <= 1 else 255.0
+    values = np.nan_to_num(np.asarray(image, dtype=np.float64))
+    wide = image.mode.startswith("I;16") or values.max() > 255
+    top = 65535.0 if wide else 1.0 if image.mode == "F" and values.max() <= 1 else 255.0
     return Image.fromarray((values * (255 / top)).clip(0, 255).astype(np.uint8))
 
 
-def _not_too_long(picture: Image.Image) -> Image.Image:
-    """The middle of a strip, so that resizing its short side does not make it gigantic."""
-    longest = 4 * min(picture.size)
-    if max(picture.size) <= longest:
-        return picture
-    wide, high = (min(side, longest) for side in picture.size)
-    left, top = (picture.width - wide) // 2, (picture.height - high) // 2
-    return picture.crop((left, top, left + wide, top + high))
+def square_image(image: Image.Image, size: int, squash: bool = False) -> Pixels:
+    """The middle of an RGB image whose shorter side is made `size` pixels, or all of it."""
+    if squash:
+        image = image.resize((size, size), Image.Resampling.BICUBIC)
+        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+    longest = 4 * min(image.size)  # the ends of a strip go first, or resizing made it gigantic
+    if max(image.size) > longest:
+        image = _crop_centre(image, min(image.width, longest), min(image.height, longest))
+    scale = size / min(image.size)
+    if scale != 1:
+        wide, high = (max(size, round(side * scale)) for side in image.size)
+        image = image.resize((wide, high), Image.Resampling.BILINEAR)
+    return np.ascontiguousarray(np.asarray(_crop_centre(image, size, size)).transpose(2, 0, 1))
+
+
+def _crop_centre(image: Image.Image, wide: int, high: int) -> Image.Image:
+    left, top = (image.width - wide) // 2, (image.height - high) // 2
+    return image.crop((left, top, left + wide, top + high))
 
 
 def list_class_folders(root: Path, below: str = "") -> dict[str, list[str]]:
-    """Names of the pictures of each class folder, both sorted: the field's file order."""
+    """Names of the images of each class folder, both sorted: the field's file order."""
     if root.suffix == ".zip":
         names = [name for name in _open_zip(root, os.getpid()).namelist() if name.startswith(below)]
     else:
-        start = root / below
-        names = [
-            path.relative_to(root).as_posix()
-            for folder in sorted(start.iterdir())
-            if folder.is_dir()
-            for path in folder.iterdir()
-        ]
-    found: dict[str, list[str]] = {}
+        folders = [folder for folder in (root / below).iterdir() if folder.is_dir()]
+        paths = [path for folder in folders for path in folder.iterdir()]
+        names = [path.relative_to(root).as_posix() for path in paths]
+    classes: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(SUFFIXES):
-            found.setdefault(Path(name).parent.name, []).append(name)
-    return found
+            classes.setdefault(Path(name).parent.name, []).append(name)
+    return classes
 
 
 def map_threads(act: Callable[[int], T], number: int, ahead: int = 512) -> Iterator[T]:
@@ -206,40 +201,39 @@ def map_threads(act: Callable[[int], T], number: int, ahead: int = 512) -> Itera
             yield from pool.map(act, range(start, min(start + ahead, number)))
 
 
-def digest_files(files: ImageFiles) -> str:
+def stamp_files(files: ImageFiles) -> str:
+    """A key of names, sizes and times of change: quick, for folders too large to be read twice."""
+    total = hashlib.blake2b(
+        os.fsencode(f"v1 {files.root.resolve()} {files.size} {files.squash}"), digest_size=16
+    )
+    for name in files.names:
+        facts = (files.root / name).stat()
+        total.update(os.fsencode(f"\n{name} {facts.st_size} {facts.st_mtime_ns}"))
+    return total.hexdigest()
+
+
+def load_cached(files: ImageFiles, title: str) -> Tensor:
+    """All images, decoded once and kept in the cache."""
+
+    def fill(images: Pixels) -> None:
+        for place, image in enumerate(map_threads(files.image, len(files))):
+            images[place] = image
+
+    return cached_array(f"{title}-{_digest_files(files)}", files.shape, fill).tensor
+
+
+def _digest_files(files: ImageFiles) -> str:
     """A key of the contents, names and size."""
     total = hashlib.blake2b(digest_size=16)
     total.update(f"v1 {files.size}".encode())
     if files.root.suffix == ".zip":  # the archive's own bytes say it all
         with files.root.open("rb") as archive:
             total.update(hashlib.file_digest(archive, "blake2b").digest())
-        total.update("\n".join(files.names).encode())
+        total.update(os.fsencode("\n".join(files.names)))
         return total.hexdigest()
     for name, data in zip(files.names, map_threads(files.data, len(files)), strict=True):
-        total.update(f"\n{name} {len(data)} ".encode() + hashlib.blake2b(data).digest())
+        total.update(os.fsencode(f"\n{name} {len(data)} ") + hashlib.blake2b(data).digest())
     return total.hexdigest()
-
-
-def stamp_files(files: ImageFiles) -> str:
-    """A key of names, sizes and times of change: quick, for folders too large to be read twice."""
-    total = hashlib.blake2b(f"v1 {files.root.resolve()} {files.size}".encode(), digest_size=16)
-    for name in files.names:
-        facts = (files.root / name).stat()
-        total.update(f"\n{name} {facts.st_size} {facts.st_mtime_ns}".encode())
-    return total.hexdigest()
-
-
-def load_cached(files: ImageFiles, title: str) -> Tensor:
-    """All pictures, decoded once and kept in the cache."""
-
-    def fill(pictures: Pixels) -> None:
-        for place, picture in enumerate(map_threads(files.picture, len(files))):
-            pictures[place] = picture
-
-    return cached_tensor(f"{title}-{digest_files(files)}", files.shape, fill)
-
-
-KEPT_SECONDS = 30 * 24 * 3600  # seconds that an array stays after its last use
 
 
 def cache_folder() -> Path:
@@ -248,13 +242,6 @@ def cache_folder() -> Path:
     path = Path(chosen) if chosen else Path.home() / ".cache" / "calmatch"
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def write_note(path: Path, content: Any) -> None:
-    """Write JSON beside an array, whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-    draft.write_text(json.dumps(content), "utf-8")
-    draft.replace(path)
 
 
 @dataclass(frozen=True)
@@ -269,22 +256,15 @@ class MappedArray:
 
     def take(self, *rows: Tensor) -> Tensor:
         """Some of it, as `tensor[rows]`."""
-        found = self.tensor[rows]
+        values = self.tensor[rows]
         self.pages.madvise(mmap.MADV_DONTNEED)
-        return found
+        return values
 
 
 def release_pages(array: NDArray[Any]) -> None:
     """Let go of the pages of an array that is being filled; what they hold is in the file."""
     if isinstance(array, np.memmap):
         array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
-
-
-def cached_tensor(
-    key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None], dtype: Any = np.uint8
-) -> Tensor:
-    """The array of this key, filled on first use."""
-    return cached_array(key, shape, fill, dtype).tensor
 
 
 def cached_array(
@@ -300,33 +280,24 @@ def cached_array(
         with contextlib.suppress(OSError):  # another's cache, which we may only read
             os.utime(path)
     else:
-        _sweep()
-        draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            made = np.lib.format.open_memmap(draft, mode="w+", dtype=dtype, shape=shape)
-            fill(made)
-            made.flush()
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    found = np.load(path, mmap_mode="r", allow_pickle=False)
-    if found.shape != shape or found.dtype != dtype:
+        _remove_unused()
+        with draft(path) as part:
+            target = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=shape)
+            fill(target)
+            target.flush()
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.shape != shape or array.dtype != dtype:
         raise ValueError(f"{path} is not what it should be; delete it.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it
-        return MappedArray(torch.from_numpy(found), found._mmap)
+        return MappedArray(torch.from_numpy(array), array._mmap)
 
 
-def _sweep() -> None:
+def _remove_unused() -> None:
     """Remove arrays that nobody used for long, their notes, and what interrupted builds left."""
     for path in cache_folder().iterdir():
         with contextlib.suppress(OSError):  # another process was faster, or it is not ours
-            old = (
-                path.suffix in (".npy", ".part")
-                and time.time() - path.stat().st_mtime > KEPT_SECONDS
-            )
-            if old:
+            age = time.time() - path.stat().st_mtime
+            if path.suffix in (".npy", ".part") and age > KEPT_SECONDS:
                 path.unlink()
                 path.with_suffix(".json").unlink(missing_ok=True)

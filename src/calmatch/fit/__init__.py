@@ -1,141 +1,460 @@
-"""Own images, one command: read, plan, train, evaluate out-of-fold, calibrate, and say it plainly."""
+"""Own images, one command: read, plan, learn, evaluate out-of-fold, calibrate, say it plainly."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import io
-import json
+import hashlib
+import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import console, files, nets, spec
+from calmatch import augment, console, files, methods, nets, ops, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size, read_folder
 from calmatch.data.images import Images, take_images
+from calmatch.fit import portfolio, text
 from calmatch.fit.crossval import (
     Calibration,
     HeldOut,
     calibrate,
+    cautious_temperature,
     count_folds,
     cross_validate,
+    freeze_vectors,
+    head_weights,
     log_loss,
     train_fold_models,
 )
 from calmatch.fit.plan import (
-    SMALLEST_PRETRAINED,
     FitPlan,
     check_options,
-    head_config,
+    choose_network,
+    choose_penalty,
+    dataset_spec,
     make_plan,
+    plan_features,
     whole_network_config,
 )
-from calmatch.model import load_model, read_model_json, save_calibration
-from calmatch.nets import read_state
+from calmatch.model import load_model, save_calibration, write_model
 from calmatch.options import FitOptions
 from calmatch.runs import (
     Predicted,
+    Result,
     Run,
     load_run,
-    most_informative,
-    probabilities,
+    read_result,
     sample_rows,
     write_examples,
 )
-from calmatch.training.config import Config
-from calmatch.training.frozen import FrozenRun, freeze_network
+from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train, train_in_memory
-from calmatch.training.setup import build_parts
-from calmatch.training.step import predict_source
+from calmatch.training.setup import describe_environment
 
-STAGES = (
-    "reading pictures",
-    "planning",
-    "learning",
-    "judging",
-    "learning from all labels",
-    "calibrating and writing",
-)
+STAGES = ("reading pictures", "planning", "learning", "evaluating", "calibrating and writing")
 
 
 def fit(options: FitOptions) -> Run:
     """Train a classifier on a person's images into a folder; the same call again continues."""
     check_options(options)
-    quiet = options.quiet
     folder = options.out or Path(f"fit-{options.pictures.resolve().name}")
     if folder.resolve().is_relative_to(options.pictures.resolve()):
         raise ValueError(f"{folder} lies among the pictures; choose another --out.")
     before = _read_earlier(folder, options)
-    if before and is_finished(folder):
-        console.message(f"{folder} is finished already.", quiet)
+    if before and _is_finished(folder):
+        console.message(f"{folder} is finished already.", options.quiet)
         return load_run(folder)
     with files.lock(folder / "work"):  # the trainer locks the folder itself
-        return _run_stages(options, folder, before, quiet)
+        return _fit(options, folder, before)
 
 
 def _read_earlier(folder: Path, options: FitOptions) -> dict[str, Any]:
-    """What an interrupted run of the same options had decided."""
+    """What an interrupted fit with the same options had decided."""
     path = folder / "fit.json"
     if not path.exists():
         if (folder / "config.json").exists():
             raise ValueError(f"{folder} holds a run that `fit` did not make; choose another --out.")
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        other = [
-            k for k, v in options.dump().items() if found["options"].get(k) != v and k != "device"
-        ]
+        earlier = files.read_json(path)
+        held: Mapping[str, Any] = earlier["options"]
+        other = [k for k, v in options.dump().items() if held.get(k) != v and k != "device"]
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     if other:
         key = "pictures" if other[0] == "pictures" else f"--{other[0]}"
         raise ValueError(
-            f"{folder} was made with {key} {found['options'].get(other[0])}; choose another --out."
+            f"{folder} was made with {key} {held.get(other[0])}; choose another --out."
         )
-    return found
+    return earlier
 
 
-def _run_stages(options: FitOptions, folder: Path, before: Mapping[str, Any], quiet: bool) -> Run:
-    stage = _stage_printer(quiet)
-    stage(1)
+def _is_finished(folder: Path) -> bool:
+    """Whether a fit is done; the trainer's own result.json is only a part of it."""
+    path = folder / "result.json"
+    return path.exists() and read_result(path).evaluated_on != "test"
+
+
+def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any]) -> Run:
+    quiet = options.quiet
+    _stage(1, quiet)
     listed = read_folder(options.pictures, options.labels, options.strict)
-    options, size, side = _choose_size(options, listed, folder)
+    device = ops.pick_device(options.device)
+    net, ready, notes = choose_network(options, device)
+    digest = _digest(listed)
+    if before and before.get("digest") != digest:
+        raise ValueError(
+            f"The pictures or labels have changed since {folder} was begun; choose another --out."
+        )
+    frozen = ready if options.freeze is None else options.freeze
+    work = _fit_frozen if frozen else _fit_whole
+    return work(options, folder, listed, net, notes, before.get("plan"), digest)
+
+
+def _stage(number: int, quiet: bool) -> None:
+    console.message(f"{number}/{len(STAGES)} {STAGES[number - 1]}", quiet)
+
+
+def _digest(folder: ImageFolder) -> str:
+    """Of names, sizes and labels: a resumed fit must not mix pictures."""
+    total = hashlib.blake2b(digest_size=16)
+    for name, label in zip(folder.names, folder.labels, strict=True):
+        size = (folder.root / name).stat().st_size
+        total.update(f"{name!r} {size} {label}\n".encode())
+    return total.hexdigest()
+
+
+def _save_plan(folder: Path, options: FitOptions, plan: Any, digest: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"options": options.dump(), "plan": plan, "digest": digest}
+    files.write_json(folder / "fit.json", content)
+
+
+def _fit_frozen(
+    options: FitOptions,
+    folder: Path,
+    listed: ImageFolder,
+    net: str,
+    notes: list[str],
+    plan: Mapping[str, Any] | None,
+    digest: str,
+) -> Run:
+    """A portfolio of classifiers on the features of a network that stays as it is."""
+    quiet = options.quiet
+    extractor = portfolio.load_extractor(net, options.size, ops.pick_device(options.device))
+    _stage(2, quiet)
+    if plan is None:
+        plan = plan_features(options, extractor, len(listed.names))
+        _save_plan(folder, options, plan, digest)
+    try:
+        extractor = extractor._replace(
+            size=int(plan["size"]), views=augment.read_tta(plan["views"])
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Another version planned {folder}; choose another --out.") from error
     with console.ProgressBar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
-        images, found = decode_folder(listed, size, options.strict, bar.update)
-    console.message(describe_folder(found, side), quiet)
-    stage(2)
-    if before:
-        plan = _read_plan(folder, before["plan"])
+        images, own = decode_folder(listed, extractor.size, options.strict, bar, squash=True)
+    console.message(text.describe_folder(own, fitting_size(own)[1]), quiet)
+    for note in (*own.notes, *notes, plan["note"]):
+        console.message(f"  {note}", quiet)
+    pool = portfolio.compute_features(extractor, images, quiet)
+    _stage(3, quiet)
+    labels = np.array(own.labels)
+    rows = _pool_rows(labels, options.seed)
+    labelled = np.flatnonzero(labels[rows] >= 0)
+    classes = len(own.classes)
+    count_folds(labels[labels >= 0].tolist(), 0)
+    embedding = portfolio.Embedding.fit(pool.some(rows))
+    teachers = portfolio.Teachers(embedding.spaces(pool.some(rows)), classes)
+    y = labels[rows][labelled]
+    total = 1 + portfolio.FOLDS * (portfolio.REPEATS + 1) + 2 * portfolio.HALVINGS
+    with console.ProgressBar("candidates", total, 0, quiet, unit="fits") as bar:
+        candidates = [
+            portfolio.fit_transductive(teachers, labelled, y, bar),
+            portfolio.fit_logistic(pool.some(rows), labelled, y, classes, bar),
+        ]
+    _stage(4, quiet)
+    best = portfolio.choose(candidates)
+    if options.method is not None:
+        best = _fit_method_head(options, teachers, labelled, y)
+        candidates.append(best)
+    for line in text.describe_candidates(candidates, best):
+        console.message(line, quiet)
+    _stage(5, quiet)
+    held = HeldOut(
+        torch.from_numpy(best.log_probs),
+        torch.from_numpy(best.labels),
+        [int(rows[k]) for k in best.rows],
+        portfolio.FOLDS,
+    )
+    config = Config(
+        dataset=dataset_spec(options, extractor.size, 0.0, extractor.mean, extractor.std),
+        labels=0,
+        method=options.method or "supervised",
+        net=net,
+        seed=options.seed,
+        device=options.device,
+    )
+    _write_head(folder, config, extractor, embedding, best, own)
+    base = Result(
+        title="",
+        classes=own.classes,
+        metrics={},
+        images={"labelled": len(own.known), "unlabelled": own.labels.count(-1)},
+        notes=(*own.notes, *notes, plan["note"]),
+        weights="plain",
+    )
+    calibration = calibrate(held, best.temperature, best.error)
+    scores = {one.name: float(one.losses.mean()) for one in candidates}
+    note = "Each evaluated label was predicted by fold models that had not seen it; the error also "
+    note += "rests on how often models of disjoint labels agree on unlabelled pictures."
+    logits = _head_logits(pool, embedding, best)
+    return _finish(
+        options, folder, own, images, base, held, calibration, best.name, scores, note, logits
+    )
+
+
+def _head_logits(
+    pool: portfolio.Features, embedding: portfolio.Embedding, best: portfolio.Candidate
+) -> Tensor:
+    """What the model says of the pool, by the features that are there: the mean over views."""
+    total = []
+    for k, last in enumerate(pool.last):
+        view = portfolio.Features([last], None if pool.stages is None else [pool.stages[k]])
+        inputs = portfolio.student_input(embedding.spaces(view)) if best.embedded else last
+        total.append(inputs @ best.weights[:-1] + best.weights[-1])
+    return torch.from_numpy(np.mean(total, 0))
+
+
+def _pool_rows(labels: Any, seed: int) -> Any:
+    """All labelled rows and a sample of the others, in order."""
+    free = np.flatnonzero(labels < 0)
+    if len(free) > portfolio.MOST:
+        free = np.random.default_rng(seed).choice(free, portfolio.MOST, replace=False)
+    return np.sort(np.concatenate([np.flatnonzero(labels >= 0), free]))
+
+
+def _fit_method_head(
+    options: FitOptions, teachers: portfolio.Teachers, rows: Any, y: Any
+) -> portfolio.Candidate:
+    """A linear layer that learns by the method asked for, on the embedding's vectors."""
+    method, steps = str(options.method), options.steps or 300
+    semi = bool(methods.find(method).u_views)
+    config = Config(
+        method=methods.paced(method, steps),
+        penalty=choose_penalty(options.penalty) if semi else "",
+        steps=steps,
+        batch=options.batch or 64,
+        ratio=3,
+        lr=3e-3,
+        ema=0.9,
+        seed=options.seed,
+        compile=False,
+        device="cpu",
+    )
+    check_config(config)
+    labels = torch.full((len(teachers.inputs),), -1)
+    labels[torch.from_numpy(rows)] = torch.from_numpy(y)
+    vectors = freeze_vectors(config, torch.from_numpy(teachers.inputs), labels, teachers.classes)
+    held = cross_validate(vectors, quiet=options.quiet)
+    parts = vectors.parts(vectors.split)
+    train_in_memory(config, parts)
+    weight, bias = head_weights(parts)
+    scaling = cautious_temperature(held.log_probs, held.labels, held.folds)
+    error = calibrate(held).after["error"]
+    return portfolio.Candidate(
+        method,
+        torch.cat([weight.T, bias[None]]).float().numpy(),
+        True,
+        held.log_probs.float().numpy(),
+        held.labels.numpy(),
+        np.array(held.rows),
+        float(scaling.values["temperature"]),
+        (error.value, error.low, error.high),
+    )
+
+
+def _write_head(
+    folder: Path,
+    config: Config,
+    extractor: portfolio.Extractor,
+    embedding: portfolio.Embedding,
+    best: portfolio.Candidate,
+    own: ImageFolder,
+) -> None:
+    """The network with its new last layer, and what a run folder holds besides."""
+    classes, net = len(own.classes), config.net
+    weights = torch.from_numpy(best.weights)
+    if best.embedded:
+        width = embedding.components[-1]
+        settings = {"on": net, "size": extractor.size, "width": width}
+        net = spec.write(spec.Spec("embedded", (), settings))
+        body: Any = nets.build(net, classes, extractor.size)
+        _copy_weights(extractor.body, body.body)
+        state = {
+            "stage_mean": embedding.stage_mean,
+            "stage_scale": embedding.stage_scale,
+            "stage_weight": np.float32(embedding.stage_weight),
+            "mean": embedding.mean,
+            "axes": embedding.axes[:, :width],
+            "scale": embedding.scale(width),
+        }
+        for name, value in state.items():
+            body.get_buffer(name).copy_(torch.as_tensor(np.asarray(value)))
+        last = body.head
     else:
-        plan = make_plan(options, found, images, side, size)
-        _save_plan(folder, options, plan)
-    for note in (*found.notes, *plan.notes):
-        console.message(note, quiet)
-    stage(3)
+        body = nets.build(net, classes, extractor.size)
+        _copy_weights(extractor.body, body)
+        last = nets.classifier(body, len(weights) - 1, classes)
+    with torch.no_grad():
+        last.weight.copy_(weights[:-1].T)
+        last.bias.copy_(weights[-1])
+    environment = describe_environment(extractor.device)
+    entries: dict[str, Any] = {"tta": extractor.views} if len(extractor.views) > 1 else {}
+    write_model(
+        folder,
+        nets.Net(body, {}),
+        net=net,
+        method="supervised",
+        classes=list(own.classes),
+        size=extractor.size,
+        squash=True,
+        mean=list(extractor.mean),
+        std=list(extractor.std),
+        versions=environment["versions"],
+        provenance={"data": config.dataset, "labels": len(own.known), "seed": config.seed},
+        **entries,
+    )
+    files.write_json(folder / "config.json", config.replace(net=net).dump())
+    files.write_json(folder / "environment.json", environment)
+
+
+def _copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """All but the classifier, which is for other classes."""
+    own = target.state_dict()
+    state = source.state_dict().items()
+    target.load_state_dict({k: v for k, v in state if own[k].shape == v.shape}, strict=False)
+
+
+class Trained(NamedTuple):
+    """A whole network that learned in one of two ways, and what held-out labels say of it."""
+
+    name: str
+    config: Config  # of the final run
+    held: HeldOut
+
+
+def _fit_whole(
+    options: FitOptions,
+    folder: Path,
+    listed: ImageFolder,
+    net: str,
+    notes: list[str],
+    earlier: Mapping[str, Any] | None,
+    digest: str,
+) -> Run:
+    """The whole network learns, on labelled and unlabelled images, or on the labels alone."""
+    quiet = options.quiet
+    options = dataclasses.replace(options, net=net)
+    size, side = fitting_size(listed)
+    if options.start is not None:
+        options, size = _start_from(options, listed, folder)
+    size = options.size or size
+    with console.ProgressBar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
+        images, own = decode_folder(listed, size, options.strict, bar)
+    console.message(text.describe_folder(own, side), quiet)
+    _stage(2, quiet)
+    if earlier:
+        try:
+            plan = FitPlan(**{**earlier, "notes": tuple(earlier["notes"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"Another version planned {folder}; choose another --out.") from error
+    else:
+        plan = make_plan(options, own, images, size)
+        plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
+        _save_plan(folder, options, dataclasses.asdict(plan), digest)
+    for note in (*own.notes, *plan.notes):
+        console.message(f"  {note}", quiet)
+    _stage(3, quiet)
+    supervised = options.method is not None and spec.parse(options.method).name == "supervised"
+    ways = (True,) if supervised else (False, True)
     while True:
         try:
-            make = functools.partial(_make_candidate, options, plan, found, folder, stage, quiet)
-            tried = [make(alone) for alone in _ways_to_learn(options)]
-            best = min(tried, key=lambda one: log_loss(one.judged))
-            _print_candidates(tried, best, quiet)
-            stage(5)
-            if not best.config.frozen:  # the whole network has learned from all labels already
-                _adopt_run(folder / "work" / best.name / "all", folder)
-            with console.silence():
-                train(best.config, folder, quiet=quiet)
+            tried = [_train_way(options, plan, own, folder, alone) for alone in ways]
+            best = min(tried, key=lambda one: log_loss(one.held))
+            _stage(4, quiet)
+            for one in tried:
+                wrong = float((one.held.log_probs.argmax(1) != one.held.labels).double().mean())
+                kept = ", kept" if one is best and len(tried) > 1 else ""
+                loss = log_loss(one.held)
+                line = f"  {one.name}: {wrong:.1%} wrong, log-loss {loss:.3f}{kept}"
+                console.message(line, quiet)
+            _adopt_run(folder / "work" / best.name / "all", folder)
             break
         except (RuntimeError, MemoryError) as error:
             if not console.is_out_of_memory(error):
                 raise
-        plan = _halve_batch(options, plan, folder, quiet)  # the error, which held tensors, is gone
-    stage(6)
-    return write_fit(options, plan, folder, found, images, best, tried, quiet)
+        plan = _halve_batch(options, plan, folder, digest)  # the error, which held tensors, is gone
+    _stage(5, quiet)
+    base = load_run(folder).result
+    base = dataclasses.replace(
+        base,
+        best_on_test=None,  # the labels that were learned from stood in for a test set
+        temperature_scaled={},
+        notes=(*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes),
+    )
+    scores = {one.name: log_loss(one.held) for one in tried}
+    note = "Each evaluated label was predicted by a fold model that had not seen it."
+    if not best.held.crossfit:
+        note = "The evaluated labels were held out: the model has not seen them."
+    calibration = calibrate(best.held)
+    return _finish(
+        options, folder, own, images, base, best.held, calibration, best.name, scores, note
+    )
+
+
+def _start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[FitOptions, int]:
+    """With --from: the network that starts with a model's weights, and its size."""
+    assert options.start is not None
+    model = load_model(options.start)
+    gone = [name for name in model.classes if name not in listed.classes]
+    if gone:
+        raise ValueError(
+            f"{options.start} also knows {', '.join(map(repr, gone[:5]))}, which no label here "
+            f"names; add a few labelled pictures of it, or the new model would forget it."
+        )
+    target = folder / "work" / "start.safetensors"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    state = {k: v.contiguous() for k, v in model.network.net.body.state_dict().items()}
+    import safetensors.torch
+
+    files.write(target, safetensors.torch.save(state))
+    item = spec.parse(model.note["net"])
+    settings = {k: v for k, v in item.kwargs.items() if k != "pretrained"}
+    net = spec.write(item._replace(kwargs={**settings, "pretrained": str(target.resolve())}))
+    return dataclasses.replace(options, net=net), model.size
+
+
+def _train_way(
+    options: FitOptions, plan: FitPlan, own: ImageFolder, folder: Path, alone: bool
+) -> Trained:
+    """Train the network on all labels (or all but those held out), and evaluate it."""
+    name, quiet = "labels-alone" if alone else "all-pictures", options.quiet
+    under, config = folder / "work" / name, whole_network_config(options, plan, alone)
+    console.message(f"  {name}", quiet)
+    rows = arrange_rows(own, plan.hold, plan.most, options.seed)
+    with console.silence():
+        run = train(config, under / "all", quiet=quiet)
+        if plan.hold:
+            log_probs, labels = run.predictions()
+            return Trained(name, config, HeldOut(log_probs, labels, rows.held, 0))
+        number = count_folds(own.known, config.split_seed)
+        held = train_fold_models(config, under, number, quiet=quiet)
+    return Trained(name, config, held._replace(rows=[rows.train[row] for row in held.rows]))
 
 
 def _adopt_run(trained: Path, folder: Path) -> None:
@@ -146,402 +465,116 @@ def _adopt_run(trained: Path, folder: Path) -> None:
     files.write(folder / done, (trained / done).read_bytes())
 
 
-def _read_plan(folder: Path, held: Mapping[str, Any]) -> FitPlan:
-    try:
-        return FitPlan(**{**held, "notes": tuple(held["notes"])})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"Another version planned {folder}; choose another --out.") from error
-
-
-def _ways_to_learn(options: FitOptions) -> tuple[bool, ...]:
-    return (True,) if spec.parse(options.method).name == "supervised" else (False, True)
-
-
-def _stage_printer(quiet: bool) -> Callable[[int], None]:
-    """Announces a stage once."""
-    told: set[int] = set()
-
-    def stage(number: int) -> None:
-        if number not in told:
-            console.message(f"{number}/{len(STAGES)} {STAGES[number - 1]}", quiet)
-        told.add(number)
-
-    return stage
-
-
-def _choose_size(
-    options: FitOptions, found: ImageFolder, folder: Path
-) -> tuple[FitOptions, int, int]:
-    """The size of training, the pictures' own, and with --from the network to start with."""
-    size, side = fitting_size(found)
-    if options.start is None:
-        pretrained = side >= SMALLEST_PRETRAINED or options.net is not None
-        return options, options.size or (max(64, size) if pretrained else size), side
-    note = read_model_json(options.start / "model.json")
-    gone = [name for name in note["classes"] if name not in found.classes]
-    if gone:
-        raise ValueError(
-            f"{options.start} also knows {', '.join(map(repr, gone[:5]))}, which no label here names; "
-            f"add a few labelled pictures of it, or the new model would forget it."
-        )
-    target = folder / "work" / "start.safetensors"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    net = with_weights_of(note["net"], options.start / "model.safetensors", target)
-    return dataclasses.replace(options, net=net), options.size or int(note["size"]), side
-
-
-def with_weights_of(net: str, source: Path, target: Path) -> str:
-    """The spec of a network that starts with a model's weights, copied to `target`."""
-    held = {k: v for k, v in read_state(source).items() if k.startswith("net/body.")}
-    if not target.exists():
-        plain = {k.removeprefix("net/body."): v.contiguous() for k, v in held.items()}
-        files.write(target, safetensors.torch.save(plain))
-    item = spec.parse(net)
-    settings = {**item.kwargs, "pretrained": str(target.resolve())}
-    return spec.write(item._replace(kwargs=settings))
-
-
-def _save_plan(folder: Path, options: FitOptions, plan: FitPlan) -> None:
-    kept = {"options": options.dump() | {"net": None if options.start else options.net}}
-    files.write_json(folder / "fit.json", {**kept, "plan": dataclasses.asdict(plan)})
-
-
-def _halve_batch(options: FitOptions, plan: FitPlan, folder: Path, quiet: bool) -> FitPlan:
+def _halve_batch(options: FitOptions, plan: FitPlan, folder: Path, digest: str) -> FitPlan:
     """After the device ran out of memory: half the batch, and what was trained is dropped."""
     if plan.batch < 2:
         raise ValueError("The device has too little memory even for one picture; use --device cpu.")
     console.free_device_memory()
     plan = dataclasses.replace(plan, batch=plan.batch // 2)
     console.message(
-        f"The device's memory is full; trying again with batches of {plan.batch}.", quiet
+        f"The device's memory is full; trying again with batches of {plan.batch}.", options.quiet
     )
-    _save_plan(folder, options, plan)
-    for name in ("work/both", "work/alone", "checkpoint"):
+    _save_plan(folder, options, dataclasses.asdict(plan), digest)
+    for name in ("work/all-pictures", "work/labels-alone"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("config.json", "split.json"):
-        (folder / name).unlink(missing_ok=True)
     return plan
 
 
-def _make_candidate(
+def _finish(
     options: FitOptions,
-    plan: FitPlan,
-    found: ImageFolder,
     folder: Path,
-    stage: Callable[[int], None],
-    quiet: bool,
-    alone: bool,
-) -> Candidate:
-    """Train the network if it learns, and judge it, or heads on its features."""
-    net, name = plan.net, "alone" if alone else "both"
-    under = folder / "work" / name
-    stage(3)
-    console.message(
-        "  on the labels alone" if alone else "  on labelled and unlabelled pictures", quiet
-    )
-    if plan.whole:
-        body = whole_network_config(options, plan, alone)
-        if not plan.hold:
-            number = count_folds(found.known, body.split_seed)
-            with console.silence():
-                train(body, under / "all", quiet=quiet)
-                stage(4)
-                judged = train_fold_models(body, under, number, quiet=quiet)
-            return Candidate(name, body, _as_folder_rows(judged, options, plan, found))
-        with console.silence():
-            train(body, under, quiet=quiet)
-        bare = read_model_json(under / "model.json")["net"]
-        net = with_weights_of(bare, under / "model.safetensors", under / "start.safetensors")
-    width = nets.feature_size(nets.build(net, len(found.classes), plan.size), plan.size)
-    config = head_config(options, plan, alone, net, width)
-    frozen = freeze_network(config, build_parts(config), quiet)
-    stage(4)
-    judged = (_predict_holdout if plan.holdout else _predict_out_of_fold)(
-        options, plan, found, config, frozen, quiet
-    )
-    return Candidate(name, config, judged)
-
-
-def _as_folder_rows(
-    judged: HeldOut, options: FitOptions, plan: FitPlan, found: ImageFolder
-) -> HeldOut:
-    """Rows of the dataset as rows of the pictures."""
-    rows = arrange_rows(found, 0.0, plan.most, options.seed).train
-    return judged._replace(rows=[rows[row] for row in judged.rows])
-
-
-def _predict_holdout(
-    options: FitOptions,
-    plan: FitPlan,
-    found: ImageFolder,
-    config: Config,
-    frozen: FrozenRun,
-    quiet: bool,
-) -> HeldOut:
-    """Predictions of labels that were held out from the first picture on."""
-    rows = arrange_rows(found, plan.hold, plan.most, options.seed).held
-    if not rows:
-        raise ValueError(
-            f"--hold {plan.hold:g} of so few labels is none; raise it or leave it out."
-        )
-    cheap = config.replace(compile=False)
-    parts = frozen.parts(frozen.base.split, cheap)
-    train_in_memory(cheap, parts)
-    pictures_, labels = parts.sets["test"]
-    log_probs = predict_source(
-        parts.judged, parts.method, pictures_, parts.statistics, config.eval_batch
-    )
-    return HeldOut(log_probs, labels, rows, 0)
-
-
-def _predict_out_of_fold(
-    options: FitOptions,
-    plan: FitPlan,
-    found: ImageFolder,
-    config: Config,
-    frozen: FrozenRun,
-    quiet: bool,
-) -> HeldOut:
-    """Out-of-fold predictions of the labels that the network behind the features has not seen."""
-    split, unseen = frozen.base.split, None
-    if plan.whole:
-        rows = arrange_rows(found, 0.0, plan.most, options.seed).train
-        held = set(arrange_rows(found, plan.hold, plan.most, options.seed).held)
-        unseen = {row for row in split.labelled if rows[row] in held}
-
-    def told(number: int, log_probs: Tensor, labels: Tensor) -> None:
-        console.message(f"  part {number}: {describe_progress(log_probs, labels)}", quiet)
-
-    judged = cross_validate(frozen, config, split, told, unseen)
-    return _as_folder_rows(judged, options, plan, found)
-
-
-def _print_candidates(tried: list[Candidate], best: Candidate, quiet: bool) -> None:
-    words = {"both": "labelled and unlabelled pictures", "alone": "the labels alone"}
-    for one in tried:
-        wrong = float((one.judged.log_probs.argmax(1) != one.judged.labels).double().mean())
-        kept = ", kept" if one is best and len(tried) > 1 else ""
-        console.message(
-            f"  {words[one.name]}: {wrong:.1%} wrong, log-loss {log_loss(one.judged):.3f}{kept}",
-            quiet,
-        )
-
-
-class Candidate(NamedTuple):
-    """One of the two ways to learn, judged."""
-
-    name: str
-    config: Config  # of the final run
-    judged: HeldOut
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether a fit is done; the trainer's own result.json is only a part of it."""
-    path = folder / "result.json"
-    return path.exists() and "judged_on" in json.loads(path.read_text("utf-8"))
-
-
-def write_fit(
-    options: FitOptions,
-    plan: FitPlan,
-    folder: Path,
-    found: ImageFolder,
+    own: ImageFolder,
     images: Images,
-    best: Candidate,
-    tried: list[Candidate],
-    quiet: bool,
+    base: Result,
+    held: HeldOut,
+    calibration: Calibration,
+    kept: str,
+    scores: Mapping[str, float],
+    note: str,
+    logits: Tensor | None = None,  # of all images, where they are known
 ) -> Run:
-    """Calibrate, and write everything that outlives the run; result.json says that it is done."""
-    verdict = calibrate(best.judged)
+    """Calibrate, and write everything that outlives the fit; result.json says that it is done."""
     save_calibration(
         folder,
-        verdict.scaling,
-        verdict.conformal,
-        verdict.selective,
-        {"command": "calmatch fit, with what fit.json says", "learned_from": best.name},
+        calibration.scaling,
+        calibration.conformal,
+        calibration.selective,
+        {"command": _command(options), "learned_by": kept},
     )
-    names = [found.names[row] for row in best.judged.rows]
-    _write_npz(
+    names = [own.names[row] for row in held.rows]
+    files.write_npz(
         folder / "predictions.npz",
-        log_probs=verdict.log_probs.numpy(),
-        raw_log_probs=best.judged.log_probs.numpy(),
-        labels=best.judged.labels.numpy(),
+        log_probs=calibration.log_probs.numpy(),
+        raw_log_probs=held.log_probs.numpy(),
+        labels=held.labels.numpy(),
         files=np.array(names),
     )
-    spare = torch.tensor([k for k, label in enumerate(found.labels) if label < 0], dtype=torch.long)
-    asked = _predict_unlabelled(folder, images, found, spare, options.seed)
-    rows = torch.tensor(best.judged.rows)
-    take = lambda some: take_images(images, rows[some])  # noqa: E731
-    seen = Predicted(verdict.log_probs, take, files=names)
-    write_examples(folder, seen, best.judged.labels, asked)
-    files.write_json(
-        folder / "result.json", _make_result(folder, plan, best, tried, verdict, found)
+    asked = _predict_unlabelled(folder, images, own, options, logits)
+    rows = torch.tensor(held.rows)
+    evaluated = Predicted(
+        calibration.log_probs, lambda some: take_images(images, rows[some]), files=names
     )
+    write_examples(folder, evaluated, held.labels, asked)
+    result = dataclasses.replace(
+        base,
+        title=f"{len(own.classes)} classes from {len(own.known)} labels: "
+        f"{options.pictures.resolve().name}",
+        metrics={**calibration.after, **{k: v for k, v in base.metrics.items() if k == "agree"}},
+        before_calibration={k: v.value for k, v in calibration.before.items()},
+        calibration=calibration.scaling.dump(),
+        interval="95 %; of all but the error by bootstrap over held-out labels",
+        evaluated_on="crossfit" if held.crossfit else "holdout",
+        evaluation_note=note,
+        kept=kept,
+        scores=scores,
+        skipped=tuple(tuple(item) for item in own.skipped),
+        images={**base.images, "test": len(held.labels)},
+        commands=(_command(options),),
+    )
+    files.write_json(folder / "result.json", result.dump())
     run = load_run(folder)
-    if not quiet:
-        print(describe_result(run, best.judged, verdict, found, asked))
+    if not options.quiet:
+        print(text.describe_result(run, held, calibration, own, asked))
     return run
 
 
-def _write_npz(path: Path, **arrays: Any) -> None:
-    packed = io.BytesIO()
-    np.savez_compressed(packed, **arrays)
-    files.write(path, packed.getvalue())
+def _command(options: FitOptions) -> str:
+    """The command line that repeats the fit."""
+    words = ["calmatch", "fit", str(options.pictures)]
+    for item in dataclasses.fields(options):
+        value = getattr(options, item.name)
+        if item.name in ("pictures", "out", "quiet") or value == item.default:
+            continue
+        name = "from" if item.name == "start" else item.name.replace("_", "-")
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join([*words, "--out", "NEW_FOLDER"])
 
 
 def _predict_unlabelled(
-    folder: Path, images: Images, found: ImageFolder, spare: Tensor, seed: int
+    folder: Path, images: Images, own: ImageFolder, options: FitOptions, logits: Tensor | None
 ) -> Predicted | None:
-    """Calibrated predictions of unlabelled pictures (a sample of many), kept with their names."""
-    if not len(spare):
+    """Calibrated predictions of unlabelled images (a sample of many), kept with their names."""
+    free = torch.tensor([k for k, label in enumerate(own.labels) if label < 0], dtype=torch.long)
+    if not len(free):
         return None
-    rows = sample_rows(spare, seed)
-    made = load_model(folder)
-    log_probs = torch.cat(
-        [made.calibration(made.logits(take_images(images, some))) for some in rows.split(512)]
-    ).float()
-    names = [found.names[row] for row in rows.tolist()]
-    _write_npz(folder / "unlabelled.npz", log_probs=log_probs.numpy(), files=np.array(names))
-    take = lambda ids: take_images(images, rows[ids])  # noqa: E731
-    return Predicted(log_probs, take, rows=rows, files=names, whole=len(spare))
-
-
-def _make_result(
-    folder: Path,
-    plan: FitPlan,
-    best: Candidate,
-    tried: list[Candidate],
-    verdict: Calibration,
-    found: ImageFolder,
-) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
-    kind = "crossfit" if best.judged.crossfit else "holdout"
-    notes = {
-        "crossfit": "Each judged label was predicted by a sister model that had not seen it"
-        + (", on features of a network that had not seen it either." if plan.hold else "."),
-        "holdout": "The judged labels were held out: the model has not seen them.",
-    }
-    result |= {
-        "metrics": {k: v._asdict() for k, v in verdict.after.items()}
-        | {k: v for k, v in result["metrics"].items() if k in ("gap", "agree")},
-        "before_calibration": {k: v.value for k, v in verdict.before.items()},
-        "calibration": verdict.scaling.dump(),
-        "interval": "95 %: exact binomial for error, bootstrap over judged labels for the rest",
-        "judged_on": kind,
-        "judged_note": notes[kind],
-        "kept": best.name,
-        "scores": {one.name: log_loss(one.judged) for one in tried},
-        "skipped": [list(item) for item in found.skipped],
-        # where the head's start came from is no news to the person
-        "notes": [n for n in result["notes"] if not n.startswith("Weights from")]
-        + [*found.notes, *plan.notes],
-    }
-    result["pictures"]["test"] = len(best.judged.labels)
-    return result
-
-
-SHOWN = 5
-FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
-
-
-def describe_folder(found: ImageFolder, side: int) -> str:
-    """The pictures in two sentences, and what was skipped."""
-    labels = len(found.known)
-    low, high = min(found.counts), max(found.counts)
-    each = f"{low} each" if low == high else f"{low} to {high} each"
-    lines = [
-        f"  {len(found.names):,} pictures, about {side} pixels; {labels:,} labels in "
-        f"{len(found.classes)} classes ({each}); {found.labels.count(-1):,} unlabelled."
-    ]
-    return "\n".join(lines + describe_skipped(found))
-
-
-def describe_skipped(found: ImageFolder) -> list[str]:
-    """Files that were left out, the first few by name."""
-    if not found.skipped:
-        return []
-    lines = [f"  {len(found.skipped)} files skipped (--strict refuses them instead):"]
-    lines += [f"    {item.file}: {item.why}" for item in found.skipped[:SHOWN]]
-    if len(found.skipped) > SHOWN:
-        lines.append(f"    and {len(found.skipped) - SHOWN} more, all in result.json")
-    return lines
-
-
-def describe_progress(log_probs: Tensor, labels: Tensor) -> str:
-    """The estimate while judging goes on."""
-    n = len(labels)
-    sure, guess = probabilities(log_probs).max(1)
-    wrong = int((guess != labels).sum())
-    return (
-        f"{wrong} of {n} judged labels wrong; it was {float(sure.mean()):.0%} confident and "
-        f"{1 - wrong / n:.0%} right, before calibration"
-    )
-
-
-def describe_calibration(verdict: Calibration, before: Tensor, labels: Tensor) -> str:
-    """How far confidence can be believed, as far as the labels show it."""
-    n = len(labels)
-    was, now = (float(probabilities(z).amax(1).mean()) for z in (before, verdict.log_probs))
-    right = 1 - verdict.after["error"].value
-    text = (
-        f"On these labels it was {now:.0%} confident and {right:.0%} right on average "
-        f"({was:.0%} confident before calibration)."
-    )
-    ece = verdict.after["ece"]
-    if n < FEW:
-        return f"{text} {n} labels are too few to measure calibration more closely."
-    return (
-        f"{text} Its confidence is off by {100 * ece.value:.1f} points (ECE; 95 % interval "
-        f"{100 * ece.low:.1f} to {100 * ece.high:.1f})."
-    )
-
-
-def describe_result(
-    run: Run, judged: HeldOut, verdict: Calibration, found: ImageFolder, asked: Predicted | None
-) -> str:
-    """The result in plain words, and the next commands."""
-    error = verdict.after["error"]
-    number = run.result["pictures"]["test"]
-    lines = [
-        "",
-        f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
-        f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; judged on {number} "
-        f"labels that the judged models had not seen).",
-        describe_calibration(verdict, judged.log_probs, judged.labels),
-        describe_promise(verdict),
-        *describe_skipped(found),
-    ]
-    if asked is not None and len(asked.log_probs):
-        best = most_informative(asked.log_probs, SHOWN).tolist()
-        names = [asked.files[k] for k in best] if asked.files is not None else []
-        lines += ["", "These labels would teach it most:", *(f"  {name}" for name in names)]
-    folder = run.folder
-    lines += [
-        "",
-        "Next:",
-        f"  calmatch predict {folder} PICTURES -o out.csv   class and confidence of any pictures",
-        f"  calmatch export {folder} --to onnx              the model for other programs",
-        f"  calmatch report {folder}                        a page: what it is good and bad at",
-    ]
-    return "\n".join(lines)
-
-
-def describe_promise(verdict: Calibration) -> str:
-    """When it answers, or what is missing before it may promise."""
-    chosen = verdict.selective
-    if chosen.threshold is not None:
-        return (
-            f"Where its confidence is {chosen.threshold:.2f} or more ({chosen.coverage:.0%} of the "
-            f"judged labels), it is right at least {chosen.accuracy:.0%} of the time, with "
-            f"{chosen.certainty:.0%} certainty; below, it says: not sure."
-        )
-    wanted = f"{chosen.accuracy:.0%} accuracy with {chosen.certainty:.0%} certainty"
-    if chosen.missing:
-        return (
-            f"It cannot promise {wanted} at any confidence yet: that needs at least "
-            f"{chosen.missing} more judged labels. Until then every answer is marked not sure."
-        )
-    return (
-        f"It cannot promise {wanted} at any confidence: even its surest answers are wrong too "
-        f"often. More labels help. Until then every answer is marked not sure."
+    rows = sample_rows(free, options.seed)
+    model = load_model(folder)
+    if logits is None:
+        parts = []
+        with console.ProgressBar("predicting", len(rows), 0, options.quiet, unit="pictures") as bar:
+            for some in rows.split(128):
+                parts.append(model.logits(take_images(images, some)))
+                bar.advance(len(some))
+        logits = torch.cat(parts)
+    else:
+        logits = logits[rows]
+    joined = model.calibration(logits).float()
+    names = [own.names[row] for row in rows.tolist()]
+    files.write_npz(folder / "unlabelled.npz", log_probs=joined.numpy(), files=np.array(names))
+    return Predicted(
+        joined,
+        lambda ids: take_images(images, rows[ids]),
+        rows=rows,
+        files=names,
+        whole=len(free),
     )

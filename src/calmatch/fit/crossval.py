@@ -1,101 +1,78 @@
-"""How good it is, from few labels: fold models that have not seen them, calibration, promises."""
+"""How good it is, from few labels: fold models that have not seen them, calibration, promises.
+
+Heads on vectors learn here too: vectors pass for images of one pixel and many channels, so that
+batches, loop and evaluation are the ones of whole networks.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
-from calmatch import console, metrics, posthoc
-from calmatch.data.batches import Split, folds, leave_fold_out
+from calmatch import console, files, methods, metrics, posthoc
+from calmatch.core import Output, RandomStream, Transform
+from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
 from calmatch.runs import Run
 from calmatch.training.config import Config
-from calmatch.training.frozen import FeatureRows, FrozenRun
 from calmatch.training.loop import train, train_in_memory, train_together
-from calmatch.training.step import measure, predict_source
+from calmatch.training.setup import Material, Parts, Sets, Statistics, assemble
+from calmatch.training.step import measure, predict
 
-FoldReport = Callable[[int, Tensor, Tensor], object]  # folds done, log-probabilities, labels so far
+RESAMPLES = 500  # of the bootstrap
 
 
 class HeldOut(NamedTuple):
-    """Predictions of labelled pictures by models that have not seen their labels."""
+    """Predictions of labelled images by models that have not seen their labels."""
 
     log_probs: Tensor  # [n, C], before calibration
     labels: Tensor  # [n]
-    rows: list[int]  # of the training pictures, or of the held-out ones
-    folds: int  # predicted by so many sister models; 0: held out, by the model itself
+    rows: list[int]  # of the training images, or of the held-out ones
+    folds: int  # predicted by so many fold models; 0: held out, by the model itself
 
     @property
     def crossfit(self) -> bool:
         return self.folds > 0
 
 
-def cross_validate(
-    frozen: FrozenRun,
-    config: Config,
-    split: Split,
-    told: FoldReport | None = None,
-    unseen: Collection[int] | None = None,
-) -> HeldOut:
+def cross_validate(frozen: FrozenRun, *, quiet: bool = True) -> HeldOut:
     """Refit the head without each fold of labels and predict that fold.
 
-    A fold's pictures serve neither as labelled nor as unlabelled ones while it is held out.
-
-    Args:
-        frozen: features, and who makes parts of a run from them.
-        config: of the head's training.
-        split: all labelled and unlabelled rows.
-        told: is shown the predictions after each fold.
-        unseen: rows whose labels the network behind the features has not seen, if not all.
+    A fold's images serve neither as labelled nor as unlabelled ones while it is held out.
     """
+    split, config = frozen.split, frozen.config
     own = frozen.labels[torch.tensor(split.labelled)].tolist()
     log_probs: list[Tensor] = []
     rows: list[int] = []
-    cheap = config.replace(compile=False)
     number = count_folds(own, config.seed)
-    for fold in range(1, number + 1):
-        rest = leave_fold_out(split, own, fold, config.seed)
-        held = [row for row in rest.validation if unseen is None or row in unseen]
-        if not held:
-            continue
-        parts = frozen.parts(rest._replace(validation=[]), cheap)
-        train_in_memory(cheap, parts)
-        pictures = FeatureRows(frozen.store, torch.tensor(held))
-        log_probs.append(
-            predict_source(
-                parts.judged, parts.method, pictures, parts.statistics, config.eval_batch
-            )
-        )
-        rows += held
-        if told is not None:
-            told(fold, torch.cat(log_probs), frozen.labels[torch.tensor(rows)])
+    with console.ProgressBar("cross-validation", number, 0, quiet, unit="folds") as bar:
+        for fold in range(1, number + 1):
+            rest = leave_fold_out(split, own, fold, config.seed)
+            parts = frozen.parts(rest._replace(validation=[]))
+            train_in_memory(config, parts)
+            source = VectorRows(frozen.store, torch.tensor(rest.validation))
+            log_probs.append(predict(parts, source, config.eval_batch))
+            rows += rest.validation
+            bar.update(fold)
     return HeldOut(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, number)
 
 
 def train_fold_models(config: Config, under: Path, number: int, *, quiet: bool) -> HeldOut:
-    """Train a run without each of so many folds of the labels, which it then predicts.
-
-    Args:
-        config: of the run that is judged.
-        under: where the sisters go.
-        number: of folds.
-        quiet: no progress bars and no lines.
-    """
+    """Train a run without each of so many folds of the labels, which it then predicts."""
     settings = [config.replace(fold=fold) for fold in range(1, number + 1)]
     outs = [under / f"fold{one.fold}" for one in settings]
     log_probs, truth = [], []
     rows: list[int] = []
     for run in _train_side_by_side(settings, outs, quiet):
-        with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
-            log_probs.append(torch.from_numpy(held["held_log_probs"]))
-            truth.append(torch.from_numpy(held["held_labels"]))
-        rows += json.loads((run.folder / "split.json").read_text("utf-8"))["validation"]
+        held = files.read_arrays(run.folder / "predictions.npz")
+        log_probs.append(torch.from_numpy(held["held_log_probs"]))
+        truth.append(torch.from_numpy(held["held_labels"]))
+        rows += files.read_json(run.folder / "split.json")["validation"]
     return HeldOut(torch.cat(log_probs), torch.cat(truth), rows, number)
 
 
@@ -115,7 +92,7 @@ def count_folds(labels: Sequence[int], seed: int) -> int:
     if number := len(folds(labels, seed)):
         return number
     raise ValueError(
-        "No label can be left out to judge by: every class has one label. Label at least "
+        "No label can be left out to evaluate by: every class has one label. Label at least "
         "two pictures of each class."
     )
 
@@ -123,10 +100,10 @@ def count_folds(labels: Sequence[int], seed: int) -> int:
 def cautious_temperature(log_probs: Tensor, labels: Tensor, folds: int = 0) -> posthoc.Scaling:
     """The temperature nearest to 1 that the labels do not speak against.
 
-    Forty labels know the best temperature only to about a fifth, and sister models that saw fewer
+    Forty labels know the best temperature only to about a fifth, and fold models that saw fewer
     labels ask for too warm a one. So it moves from the best one towards 1 (no change) until the
     labels are e times less likely, and no further; e² times where there were three folds and e³
-    times where there were two, whose models saw half of the labels (docs/log.md has the numbers).
+    times where there were two, whose models saw half of the labels (numbers: research/log.md).
     """
     best = posthoc.crossfit_temperature(log_probs, labels)
     warm = float(best.values["temperature"])
@@ -152,42 +129,59 @@ class Calibration(NamedTuple):
     scaling: posthoc.Scaling
     conformal: posthoc.Conformal
     selective: posthoc.Selective
-    log_probs: Tensor  # [n, C], calibrated without each picture's own label
+    log_probs: Tensor  # [n, C], calibrated without each image's own label
     before: dict[str, metrics.Interval]
     after: dict[str, metrics.Interval]
 
 
-def calibrate(judged: HeldOut, resamples: int = 500) -> Calibration:
-    """Temperature, prediction sets and operating point from judged labels.
+def calibrate(
+    held: HeldOut,
+    temperature: float | None = None,
+    error: tuple[float, float, float] | None = None,
+) -> Calibration:
+    """Temperature, prediction sets and operating point from held-out labels.
 
-    The metrics after calibration use, for each picture, a temperature found without its label.
+    The metrics after calibration use, for each image, a temperature chosen without its label.
+
+    Args:
+        held: predictions of labels that were held out.
+        temperature: one that rests on more than these labels; None: they choose it.
+        error: an estimate with its interval that rests on more; None: an exact binomial one.
     """
-    z, y = judged.log_probs, judged.labels
-    scaling = cautious_temperature(z, y, judged.folds)
-    log_probs = scaling(z).double()
-    for fold in folds([0] * len(y), 0):
-        others = torch.ones(len(y), dtype=torch.bool)
-        others[fold] = False
-        log_probs[fold] = cautious_temperature(z[others], y[others], judged.folds)(z[fold]).double()
+    z, y = held.log_probs, held.labels
+    if temperature is not None:
+        scaling = posthoc.Scaling("temperature", {"temperature": temperature}, len(y))
+        log_probs = scaling(z).double()
+    else:
+        scaling = cautious_temperature(z, y, held.folds)
+        log_probs = scaling(z).double()
+        for fold in folds([0] * len(y), 0):
+            others = torch.ones(len(y), dtype=torch.bool)
+            others[fold] = False
+            own = cautious_temperature(z[others], y[others], held.folds)
+            log_probs[fold] = own(z[fold]).double()
     probs = log_probs.exp()
     confidence, guess = probs.max(1)
+    after = measure_few(log_probs, y, RESAMPLES)
+    if error is not None:
+        after["error"] = metrics.Interval(*error)
     return Calibration(
         scaling,
-        posthoc.conformal(probs, y, cross_fitted=judged.crossfit),
-        posthoc.selective(confidence, guess == y, cross_fitted=judged.crossfit),
+        posthoc.conformal(probs, y, cross_fitted=held.crossfit),
+        posthoc.selective(confidence, guess == y, cross_fitted=held.crossfit),
         log_probs.float(),
         measure_few(z, y, 0),
-        measure_few(log_probs, y, resamples),
+        after,
     )
 
 
 def measure_few(log_probs: Tensor, labels: Tensor, resamples: int) -> dict[str, metrics.Interval]:
     """Every metric; the error with an exact binomial interval, which few labels need."""
-    found = measure(log_probs, labels, resamples)
+    values = measure(log_probs, labels, resamples)
     n = len(labels)
-    wrong = round(found["error"].value * n)
+    wrong = round(values["error"].value * n)
     low, high = clopper_pearson(wrong, n)
-    return found | {"error": metrics.Interval(wrong / n, low, high)}
+    return values | {"error": metrics.Interval(wrong / n, low, high)}
 
 
 def clopper_pearson(wrong: int, n: int, level: float = 0.95) -> tuple[float, float]:
@@ -202,7 +196,130 @@ def clopper_pearson(wrong: int, n: int, level: float = 0.95) -> tuple[float, flo
     return float(low), float(high)
 
 
-def log_loss(judged: HeldOut) -> float:
+def log_loss(held: HeldOut) -> float:
     """What decides between two models: the mean log-loss of calibrated predictions."""
-    scaled = cautious_temperature(judged.log_probs, judged.labels, judged.folds)(judged.log_probs)
-    return float(-scaled.double().gather(1, judged.labels[:, None]).mean())
+    scaled = cautious_temperature(held.log_probs, held.labels, held.folds)(held.log_probs)
+    return float(-scaled.double().gather(1, held.labels[:, None]).mean())
+
+
+VIEW_NAMES = ("weak", "strong")
+
+
+class VectorRows(Resident):
+    """Some rows of stored views [N, 1 + 2 V, D], as a source of images of one pixel."""
+
+    def __init__(self, store: Tensor, rows: Tensor) -> None:
+        super().__init__(rows, store.device)
+        self.store = store
+
+    def some(self, rows: Tensor) -> VectorRows:
+        """Only these rows."""
+        return VectorRows(self.store, self.images[rows.to(self.device)])
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """The vectors as they are, in order."""
+        for rows in self.images.split(size):
+            yield self.store[rows, 0][:, :, None, None]
+
+    def unchanged(self, size: int) -> Iterator[Tensor]:
+        """Row numbers in order: the views are stored too."""
+        yield from self.images.split(size)
+
+
+class Head(nn.Module):
+    """One linear layer that starts at zero: every class equally likely."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.width = width
+        self.linear = nn.Linear(width, classes)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, pixels: Tensor) -> Output:
+        features = pixels[:, :, 0, 0]
+        return Output(self.linear(features), features)
+
+
+@dataclass
+class FrozenRun:
+    """Vectors with their views, and the parts of a run on any rows of them."""
+
+    config: Config
+    classes: tuple[str, ...]
+    split: Split  # all labelled and unlabelled rows
+    store: Tensor  # [N, 1 + 2 V, D]: as it is, V weak views, V strong ones
+    labels: Tensor  # [N] class ids, -1 unknown
+
+    @property
+    def statistics(self) -> Statistics:
+        """That undo the division of bytes by 255."""
+        width = self.store.shape[2]
+        return [0.0] * width, [1 / 255] * width
+
+    def parts(self, split: Split) -> Parts:
+        """The parts of a run on these rows; a ValueError if the method cannot do without pixels."""
+        if methods.find(self.config.method).turns:
+            raise ValueError(
+                f"{self.config.method} turns pictures, which stored features cannot show; "
+                f"use freematch, or train the whole network."
+            )
+        rows = {name: torch.tensor(ids, dtype=torch.long) for name, ids in split._asdict().items()}
+        width = self.store.shape[2]
+        sets: Sets = {"test": (VectorRows(self.store, torch.arange(0)), self.labels[:0])}
+        material = Material(
+            self.store.device,
+            self.classes,
+            self.labels,
+            split,
+            VectorRows(self.store, rows["labelled"]),
+            VectorRows(self.store, rows["unlabelled"]),
+            sets,
+            {name: self._view(place) for place, name in enumerate(VIEW_NAMES)},
+            self.statistics,
+            (width, 1, 1),
+        )
+        return assemble(self.config, material, lambda: Head(width, len(self.classes)))
+
+    def _view(self, kind: int) -> Transform:
+        """What draws one stored view of each row."""
+        views = (self.store.shape[1] - 1) // 2
+
+        def transform(rows: Tensor, generator: Generator) -> Tensor:
+            which = torch.randint(views, (len(rows),), generator=generator)
+            return self.store[rows, 1 + kind * views + which][:, :, None, None]
+
+        return transform
+
+
+def head_weights(parts: Parts) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a trained head."""
+    head = parts.evaluated.body
+    assert isinstance(head, Head)
+    return head.linear.weight.detach().cpu(), head.linear.bias.detach().cpu()
+
+
+def freeze_vectors(
+    config: Config, vectors: Tensor, labels: Tensor, classes: int, views: int = 4
+) -> FrozenRun:
+    """A run on vectors: a view adds noise, a strong one also mixes in other rows.
+
+    Args:
+        config: of the head's training.
+        vectors: [N, D], of a variance about 1.
+        labels: [N] class ids, -1 unknown.
+        classes: how many there are.
+        views: weak and as many strong ones of each vector.
+    """
+    chance = Generator().manual_seed(stream_seed(config.seed, RandomStream.VECTORS))
+    stored = [vectors]
+    for name in VIEW_NAMES:
+        for _ in range(views):
+            view = vectors + 0.1 * torch.randn(vectors.shape, generator=chance)
+            if name == "strong":
+                others = view[torch.randperm(len(view), generator=chance)]
+                view = torch.where(torch.rand(view.shape, generator=chance) < 0.2, others, view)
+            stored.append(view)
+    split = Split((labels >= 0).nonzero()[:, 0].tolist(), list(range(len(vectors))), [])
+    names = tuple(str(k) for k in range(classes))
+    return FrozenRun(config, names, split, torch.stack(stored, 1), labels)

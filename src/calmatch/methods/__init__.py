@@ -40,7 +40,7 @@ def paced(text: str, steps: int) -> str:
     """The spec of a method whose moving averages fit the run: a fiftieth of it, ten steps at least.
 
     The published 0.999 is made for hundreds of thousands of steps. In 2,000 a threshold that begins
-    near zero rises too late, and every guess is believed (docs/log.md).
+    near zero rises too late, and every guess is believed (research/log.md).
 
     >>> paced("freematch", 2000)
     'freematch(momentum=0.975)'

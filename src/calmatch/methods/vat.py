@@ -29,7 +29,7 @@ class VAT(Method):
         self.eps, self.xi, self.entropy, self.weight, self.ramp = eps, xi, entropy, weight, ramp
 
     def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
-        return {"u_noise": ops.normal(generator, r, *self.picture)}
+        return {"u_noise": ops.normal(generator, r, *self.image_shape)}
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         images = batch.u[0]

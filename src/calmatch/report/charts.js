@@ -31,9 +31,9 @@ function reliability(width, out) {
     label: `${binTitle(bin)}: ${whole(bin.n)} pictures, confidence ${percent(bin.confidence)}, accuracy ${percent(bin.accuracy)}`,
     datum: bin,
   }));
-  const made = spots(plot, items, (bin) => out.replaceChildren(...binWords(bin, run)));
+  const bars = spots(plot, items, (bin) => out.replaceChildren(...binWords(bin, run)));
   // at first the bin that adds most to the calibration error
-  made.choose(d3.maxIndex(bins, (bin) => bin.n * Math.abs(bin.confidence - bin.accuracy)));
+  bars.choose(d3.maxIndex(bins, (bin) => bin.n * Math.abs(bin.confidence - bin.accuracy)));
   return plot;
 }
 
@@ -51,12 +51,12 @@ function binWords(bin, run) {
     ["difference", `${gap > 0 ? "+" : ""}${signed(gap)} points: ${side}`],
   ];
   for (const [term, text] of rows) facts.append(make("dt", {}, term), make("dd", {}, text));
-  const found = [make("p", { class: "bin-title" }, binTitle(bin)), facts];
-  if (!DATA.pictures) return found;
+  const words = [make("p", { class: "bin-title" }, binTitle(bin)), facts];
+  if (!DATA.pictures) return words;
   const strip = make("ul", { class: `strip ${DATA.pictures.side <= 32 ? "pixels" : ""}` });
   for (const row of DATA.inBins[bin.place]) strip.append(example(DATA.pictures.shown[row]));
-  if (!strip.children.length) return found;
-  return [...found, make("p", { class: "fine" }, "Up to three wrong and three right ones:"), strip];
+  if (!strip.children.length) return words;
+  return [...words, make("p", { class: "fine" }, "Up to three wrong and three right ones:"), strip];
 }
 
 function example(picture) {
@@ -189,10 +189,10 @@ function confusion(width, out) {
   const items = data.map((d) => ({
     x: x.apply(d.p), y: y.apply(d.t), width: x.bandwidth, height: y.bandwidth, row: d.t, column: d.p, datum: d, label: cellTitle(d),
   }));
-  const made = spots(plot, items, (d) => out.replaceChildren(...cellWords(d)));
+  const squares = spots(plot, items, (d) => out.replaceChildren(...cellWords(d)));
   const mistakes = d3.range(data.length).filter((k) => data[k].t !== data[k].p);
-  const pictured = mistakes.filter((k) => keptOf(data[k]).length);
-  if (data.length) made.choose(d3.greatest(pictured.length ? pictured : mistakes, (k) => data[k].n) ?? 0);
+  const pictured = mistakes.filter((k) => examplesOf(data[k]).length);
+  if (data.length) squares.choose(d3.greatest(pictured.length ? pictured : mistakes, (k) => data[k].n) ?? 0);
   return plot;
 }
 
@@ -203,15 +203,15 @@ function cellTitle({ t, p, n, share }) {
 }
 
 function cellWords(d) {
-  const found = [make("p", { class: "bin-title" }, cellTitle(d))];
-  if (!DATA.pictures) return found;
-  const some = keptOf(d);
+  const words = [make("p", { class: "bin-title" }, cellTitle(d))];
+  if (!DATA.pictures) return words;
+  const some = examplesOf(d);
   const strip = make("ul", { class: `strip ${DATA.pictures.side <= 32 ? "pixels" : ""}` }, ...some.slice(0, 8).map(example));
-  if (!some.length) return [...found, make("p", { class: "fine" }, "No picture of these was kept.")];
-  return [...found, make("p", { class: "fine" }, `Pictures kept: ${some.length} of ${whole(d.n)}`), strip];
+  if (!some.length) return [...words, make("p", { class: "fine" }, "No picture of these was kept.")];
+  return [...words, make("p", { class: "fine" }, `Pictures kept: ${some.length} of ${whole(d.n)}`), strip];
 }
 
-function keptOf({ t, p }) {
+function examplesOf({ t, p }) {
   const [truth, guess] = [t, p].map((k) => DATA.confusion.order[k]);
   return Object.values(DATA.pictures?.shown ?? {}).filter((picture) => picture.truth === truth && picture.guess === guess);
 }

@@ -9,8 +9,8 @@ function draw(figure) {
   const width = Math.floor(place.clientWidth);
   if (width < 50) return;
   out.replaceChildren();
-  const found = CHARTS[figure.dataset.chart](width, out);
-  place.replaceChildren(...[found].flat());
+  const chart = CHARTS[figure.dataset.chart](width, out);
+  place.replaceChildren(...[chart].flat());
   place.dataset.width = width;
   out.hidden = !place.querySelector("svg .spot");
 }

@@ -32,7 +32,7 @@ const look = (k) => ({
   symbol: SYMBOLS[k % SYMBOLS.length],
 });
 
-// A line with its marker, for legends: told apart without colour.
+// A line with its marker, for legends: runs differ without colour too.
 function swatch(style) {
   const box = make("span");
   const svg = drawn("svg", { width: 34, height: 14, "aria-hidden": "true" }, box);

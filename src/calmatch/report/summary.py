@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ GRID = 64  # points of a density
 WIDTH = 0.05  # of the smooth curve at least: SmoothECE's own can be too fine to look at
 RIVALS = 5  # classes beside the true one in the logit densities of many classes
 MATRIX = 60  # classes of the confusion matrix at most
-CHOICE = 100  # classes whose logit densities are kept at most
+CHOICE = 100  # classes at most whose logit densities are on a page
 
 
 class Predictions(NamedTuple):
@@ -34,38 +34,30 @@ class Predictions(NamedTuple):
 
 
 def make_predictions(log_probs: Tensor, labels: Tensor) -> Predictions:
+    """From log-probabilities [N, C] and class ids [N]."""
     probs, y = metrics.check(probabilities(log_probs), labels)
     confidence, right = metrics.top(probs, y)
     return Predictions(log_probs, probs, y, confidence, probs.argmax(1), right)
 
 
-def wilson(share: Floats | float, number: Floats | float, z: float = 1.96) -> tuple[Any, Any]:
-    """95 % interval of a share of so many."""
-    p, n = np.asarray(share, dtype=np.float64), np.maximum(number, 1e-9)
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    spread = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return np.clip(middle - spread, 0, 1), np.clip(middle + spread, 0, 1)
-
-
-def reliability_bins(found: Predictions, number: int = BINS) -> list[dict[str, Any]]:
+def reliability_bins(preds: Predictions, number: int = BINS) -> list[dict[str, Any]]:
     """The reliability diagram: every bin's count, confidence, accuracy and its interval."""
-    means = metrics.reliability(found.probs, found.labels, number)
-    low, high = wilson(means.accuracy.nan_to_num(0.0).numpy(), means.number.numpy())
-    rows = []
-    for k, (n, confidence, accuracy) in enumerate(
-        zip(*(part.tolist() for part in means), strict=True)
-    ):
-        row: dict[str, Any] = {"left": k / number, "right": (k + 1) / number, "n": int(n)}
+    means = metrics.reliability(preds.probs, preds.labels, number)
+    low, high = metrics.wilson(means.accuracy.nan_to_num(0.0).numpy(), means.number.numpy())
+    columns = [*(part.tolist() for part in means[1:]), low, high]
+    rows: list[dict[str, Any]] = []
+    for k, n in enumerate(means.number.tolist()):
+        rows.append({"left": k / number, "right": (k + 1) / number, "n": int(n)})
         if n:
-            row |= {"confidence": confidence, "accuracy": accuracy, "low": low[k], "high": high[k]}
-        rows.append(row)
+            values = (column[k] for column in columns)
+            rows[k] |= zip(("confidence", "accuracy", "low", "high"), values, strict=True)
     return rows
 
 
-def ece_by_chance(found: Predictions, number: int = BINS, draws: int = 200) -> dict[str, float]:
-    """ECE that an honest model with these confidences would show by chance alone."""
-    confidence = found.confidence.numpy()
-    place = ops.bin_of(found.confidence, number).numpy()
+def ece_by_chance(preds: Predictions, number: int = BINS, draws: int = 200) -> dict[str, float]:
+    """ECE that a calibrated model with these confidences would show by chance alone."""
+    confidence = preds.confidence.numpy()
+    place = ops.bin_of(preds.confidence, number).numpy()
     claimed = np.bincount(place, confidence, number)
     random = np.random.default_rng(0)
     drawn = [
@@ -73,47 +65,44 @@ def ece_by_chance(found: Predictions, number: int = BINS, draws: int = 200) -> d
         for _ in range(draws)
     ]
     low, mean, high = np.quantile(drawn, 0.025), np.mean(drawn), np.quantile(drawn, 0.975)
-    n = len(place)
-    return {"low": float(low / n), "mean": float(mean / n), "high": float(high / n)}
+    ends = {"low": low, "mean": mean, "high": high}
+    return {name: float(value / len(place)) for name, value in ends.items()}
 
 
 def smooth_reliability(
-    found: Predictions, points: int = 101, resamples: int = 500, known: float | None = None
+    preds: Predictions, points: int = 101, resamples: int = 500, known: float | None = None
 ) -> dict[str, Any]:
     """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band.
 
-    Args:
-        found: predictions.
-        points: of the curve, before those that too few pictures are near to are left out.
-        resamples: behind the band; 0: no band.
-        known: SmoothECE, where it was measured: its kernel's width is the same number.
+    Points that too few images are near to are left out; without resamples there is no band.
+    `known` is SmoothECE, where it was measured: its kernel's width is the same number.
     """
     own = error = known or 0.0
     if known is None:
-        own, value = metrics.smooth_width(found.confidence, found.right)
+        own, value = metrics.smooth_width(preds.confidence, preds.right)
         error = float(value)
     width = max(own, WIDTH)
     at = torch.linspace(0, 1, points, dtype=torch.float64)
-    accuracy, density = metrics.smooth_accuracy(found.confidence, found.right, width, at)
-    near = density * len(found.right) * width * (2 * torch.pi) ** 0.5  # pictures under the kernel
+    accuracy, density = metrics.smooth_accuracy(preds.confidence, preds.right, width, at)
+    near = density * len(preds.right) * width * (2 * torch.pi) ** 0.5  # images under the kernel
     seen = near >= 5  # a curve through fewer says nothing
     curve = {"at": at[seen].tolist(), "accuracy": accuracy[seen].tolist()}
     if resamples:
-        ends = _band(found, width, at.numpy(), resamples)
+        ends = _band(preds, width, at.numpy(), resamples)
         curve |= {k: v[seen.numpy()].tolist() for k, v in zip(("low", "high"), ends, strict=True)}
         curve["density"] = (density / density.max()).tolist()
     return {**curve, "width": width, "value": error}
 
 
-def _band(found: Predictions, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
+def _band(preds: Predictions, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
     """Ends of the smoothed accuracy over bootstrap resamples, confidence rounded to 1/500.
 
     A resample is a multinomial draw over (rounded confidence, right or wrong), so all are drawn
     and smoothed at once.
     """
     grid = np.linspace(0, 1, 501)
-    place = np.rint(500 * found.confidence.numpy()).astype(int)
-    right = found.right.numpy()
+    place = np.rint(500 * preds.confidence.numpy()).astype(int)
+    right = preds.right.numpy()
     counts = np.concatenate([np.bincount(place, share, 501) for share in (right, 1 - right)])
     draws = np.random.default_rng(0).multinomial(len(right), counts / len(right), resamples)
     hits, misses = draws[:, :501], draws[:, 501:]
@@ -126,86 +115,80 @@ def _band(found: Predictions, width: float, at: Floats, resamples: int) -> tuple
     return low, high
 
 
-def risk_coverage(found: Predictions, points: int = 100) -> list[dict[str, float]]:
-    """Error among the pictures answered when only those above a confidence are: threshold down."""
-    ordered, order = found.confidence.sort(descending=True)
-    wrong = (1 - found.right)[order].cumsum(0)
+def risk_coverage(preds: Predictions, points: int = 100) -> list[dict[str, float]]:
+    """Error among the images answered when only those above a confidence are: threshold down."""
+    ordered, wrong, ends = _answered(preds)
     promised = (1 - ordered).cumsum(0)
-    last = torch.ones(len(ordered), dtype=torch.bool)  # tied pictures are answered together
-    last[:-1] = ordered[1:] != ordered[:-1]
-    ends = last.nonzero()[:, 0]
     if len(ends) > points:
         wanted = torch.linspace(0, len(ordered) - 1, points).round().long()
         ends = ends[torch.searchsorted(ends, wanted).clamp_max(len(ends) - 1)].unique()
     number = (ends + 1).double()
     error = wrong[ends] / number
-    low, high = wilson(error.numpy(), number.numpy())
-    columns = {
-        "coverage": number / len(ordered),
-        "n": ends + 1,
-        "error": error,
-        "low": low,
-        "high": high,
-        "promised": promised[ends] / number,
-        "threshold": ordered[ends],
-    }
+    low, high = metrics.wilson(error.numpy(), number.numpy())
+    columns = {"coverage": number / len(ordered), "n": ends + 1, "error": error}
+    columns |= {"low": low, "high": high, "promised": promised[ends] / number}
+    columns |= {"threshold": ordered[ends]}
     lists = [column.tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
-def most_answers(found: Predictions, error: float) -> dict[str, float] | None:
+def _answered(preds: Predictions) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence, most first; errors so far; and the places of thresholds.
+
+    A threshold lies behind tied images, which are answered together.
+    """
+    ordered, order = preds.confidence.sort(descending=True)
+    last = torch.ones(len(ordered), dtype=torch.bool)
+    last[:-1] = ordered[1:] != ordered[:-1]
+    return ordered, (1 - preds.right)[order].cumsum(0), last.nonzero()[:, 0]
+
+
+def most_answers(preds: Predictions, error: float) -> dict[str, float] | None:
     """The point with the most answers whose error is at most so much; None where there is none."""
-    ordered, order = found.confidence.sort(descending=True)
-    wrong = (1 - found.right)[order].cumsum(0)
-    fine = wrong / torch.arange(1, len(ordered) + 1) <= error
-    fine[:-1] &= ordered[1:] != ordered[:-1]  # tied pictures are answered together
-    good = fine.nonzero()[:, 0]
-    return at_threshold(found, float(ordered[good[-1]])) if len(good) else None
+    ordered, wrong, ends = _answered(preds)
+    fine = ends[wrong[ends] / (ends + 1) <= error]
+    return at_threshold(preds, float(ordered[fine[-1]])) if len(fine) else None
 
 
-def at_threshold(found: Predictions, threshold: float) -> dict[str, float] | None:
+def at_threshold(preds: Predictions, threshold: float) -> dict[str, float] | None:
     """The point of the risk-coverage curve at one threshold; None where nothing is answered."""
-    answered = found.confidence >= threshold
+    answered = preds.confidence >= threshold
     number = int(answered.sum())
     if not number:
         return None
-    error = float((1 - found.right)[answered].mean())
-    low, high = wilson(error, number)
-    place = {"coverage": number / len(answered), "n": number, "threshold": threshold}
-    return place | {"error": error, "low": float(low), "high": float(high)}
+    error = float((1 - preds.right)[answered].mean())
+    low, high = map(float, metrics.wilson(error, number))
+    point = {"coverage": number / len(answered), "n": number, "threshold": threshold}
+    return point | {"error": error, "low": low, "high": high}
 
 
-def confusion_cells(found: Predictions) -> dict[str, Any]:
-    """Pictures by truth and guess, as non-empty cells; of many classes those with most errors."""
-    classes = found.probs.shape[1]
-    flat = np.bincount((found.labels * classes + found.guess).numpy(), minlength=classes**2)
+def confusion_cells(preds: Predictions) -> dict[str, Any]:
+    """Images by truth and guess, as non-empty cells; of many classes those with most errors."""
+    classes = preds.probs.shape[1]
+    flat = np.bincount((preds.labels * classes + preds.guess).numpy(), minlength=classes**2)
     counts = flat.reshape(classes, classes)
     order = np.arange(classes)
     if classes > MATRIX:
         missed = counts.sum(1) + counts.sum(0) - 2 * counts.diagonal()
         order = np.sort(np.argsort(-missed, kind="stable")[:MATRIX])
     part = counts[np.ix_(order, order)]
-    cells = [[int(t), int(p), int(part[t, p])] for t, p in zip(*part.nonzero(), strict=True)]
     off = counts * (1 - np.eye(classes, dtype=counts.dtype))
-    pairs = [(int(t), int(p), int(off[t, p])) for t, p in zip(*off.nonzero(), strict=True)]
-    pairs.sort(key=lambda pair: (-pair[2], pair))
-    return {
-        "order": order.tolist(),
-        "totals": counts.sum(1)[order].tolist(),
-        "cells": cells,
-        "pairs": pairs[:100],
-    }
+    pairs = sorted(_cells(off), key=lambda pair: (-pair[2], pair))
+    totals = counts.sum(1)[order].tolist()
+    return {"order": order.tolist(), "totals": totals, "cells": _cells(part), "pairs": pairs[:100]}
 
 
-def per_class(found: Predictions) -> list[dict[str, Any]]:
-    """Of every class: pictures, error with interval, confidence, precision, nearest rival."""
-    classes = found.probs.shape[1]
-    truth, guess = found.labels.numpy(), found.guess.numpy()
-    right, confidence = found.right.numpy(), found.confidence.numpy()
-    number = np.bincount(truth, minlength=classes)
-    hits = np.bincount(truth, right, classes)
-    sure = np.bincount(truth, confidence, classes)
-    guessed = np.bincount(guess, minlength=classes)
+def _cells(counts: NDArray[np.int64]) -> list[list[int]]:
+    places = zip(*counts.nonzero(), strict=True)
+    return [[int(row), int(column), int(counts[row, column])] for row, column in places]
+
+
+def per_class(preds: Predictions) -> list[dict[str, Any]]:
+    """Of every class: images, error with interval, confidence, precision, nearest rival."""
+    classes = preds.probs.shape[1]
+    truth, guess, right = preds.labels.numpy(), preds.guess.numpy(), preds.right.numpy()
+    number, guessed = (np.bincount(ids, minlength=classes) for ids in (truth, guess))
+    hits, sure = (np.bincount(truth, v, classes) for v in (right, preds.confidence.numpy()))
     missed = np.bincount((truth * classes + guess)[right == 0], minlength=classes**2)
     missed = missed.reshape(classes, classes)
     rows: list[dict[str, Any]] = []
@@ -213,8 +196,8 @@ def per_class(found: Predictions) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"id": k, "n": int(number[k])}
         if number[k]:
             error = 1 - hits[k] / number[k]
-            low, high = wilson(error, float(number[k]))
-            row |= {"error": error, "low": float(low), "high": float(high)}
+            low, high = map(float, metrics.wilson(error, float(number[k])))
+            row |= {"error": error, "low": low, "high": high}
             row |= {"confidence": sure[k] / number[k], "over": (sure[k] - hits[k]) / number[k]}
         if guessed[k]:
             row["precision"] = hits[k] / guessed[k]
@@ -224,53 +207,54 @@ def per_class(found: Predictions) -> list[dict[str, Any]]:
     return rows
 
 
-def logit_densities(found: Predictions) -> dict[str, Any]:
-    """Densities of every class's logit over the pictures of each true class.
+def logit_densities(preds: Predictions) -> dict[str, Any]:
+    """Densities of every class's logit over the images of each true class.
 
-    Log-probabilities keep logit differences; each picture's are shifted to have mean zero. Of very
-    many classes those with most mistakes are kept, and the others' lists are empty.
+    Log-probabilities keep logit differences; each image's are shifted to have mean zero. Of very
+    many classes those with most mistakes are chosen, and the others' lists are empty.
     """
-    logs = found.log_probs.double().clamp_min(-100.0)  # a class may have probability zero
+    logs = preds.log_probs.double().clamp_min(-100.0)  # a class may have probability zero
     values: Floats = (logs - logs.mean(1, keepdim=True)).numpy()
-    grid = _grid(values)
-    classes = values.shape[1]
-    mistakes = np.bincount(found.labels.numpy(), 1 - found.right.numpy(), classes)
-    kept = set(np.argsort(-mistakes, kind="stable")[:CHOICE].tolist())
-    rows: list[list[dict[str, Any]]] = []
-    for k in range(classes):
-        own = values[found.labels.numpy() == k]
-        if len(own) < 2 or k not in kept:
-            rows.append([])
-            continue
-        near = np.argsort(-own.mean(0), kind="stable")
-        near = near[near != k]
-        several = [] if classes <= 10 else [("rest", own[:, near[RIVALS:]].ravel())]
-        shown = near if classes <= 10 else near[:RIVALS]
-        curves = [(int(j), own[:, j]) for j in (k, *shown)] + several
-        rows.append([{"of": j, "y": _density(v, grid), **_range(v)} for j, v in curves])
+    low, high = np.quantile(values, [0.0005, 0.9995])
+    pad = 0.05 * (high - low) + 1e-9
+    grid = np.linspace(low - pad, high + pad, GRID)
+    labels, classes = preds.labels.numpy(), values.shape[1]
+    mistakes = np.bincount(labels, 1 - preds.right.numpy(), classes)
+    chosen = set(np.argsort(-mistakes, kind="stable")[:CHOICE].tolist())
+    rows = [
+        _class_densities(values[labels == k], k, grid) if k in chosen else []
+        for k in range(classes)
+    ]
     return {"x": _short(grid), "classes": rows}
 
 
-def _range(values: Floats) -> dict[str, float]:
-    low, high = np.quantile(values, [0.05, 0.95])
-    return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
+def _class_densities(values: Floats, truth: int, grid: Floats) -> list[dict[str, Any]]:
+    """Of the true class, its nearest rivals and, where there are many, all others together."""
+    if len(values) < 2:
+        return []
+    few = values.shape[1] <= 10
+    near = np.argsort(-values.mean(0), kind="stable")
+    near = near[near != truth]
+    curves: list[tuple[int | str, Floats]]
+    curves = [(int(k), values[:, k]) for k in (truth, *(near if few else near[:RIVALS]))]
+    curves += [] if few else [("rest", values[:, near[RIVALS:]].ravel())]
+    rows = []
+    for name, logits in curves:
+        low, high = map(float, np.quantile(logits, [0.05, 0.95]))
+        ends = {"mean": float(logits.mean()), "low": low, "high": high}
+        rows.append({"of": name, "y": _density(logits, grid), **ends})
+    return rows
 
 
-def gaps(found: Predictions, grid: Sequence[float]) -> list[float]:
-    """Density of the largest logit distance of each picture."""
-    return _density(logit_gap(found.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
+def gaps(preds: Predictions, grid: Sequence[float]) -> list[float]:
+    """Density of the largest logit distance of each image."""
+    return _density(logit_gap(preds.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
 
 
-def gap_grid(all_found: Sequence[Predictions], points: int = GRID) -> list[float]:
+def gap_grid(several: Sequence[Predictions], points: int = GRID) -> list[float]:
     """A grid on which the logit distances of several runs can be laid over each other."""
-    tops = [logit_gap(found.log_probs.double()).clamp_max(200.0).max() for found in all_found]
+    tops = [logit_gap(preds.log_probs.double()).clamp_max(200.0).max() for preds in several]
     return _short(np.linspace(0, 1.05 * float(max(tops)) + 1e-9, points))
-
-
-def _grid(values: Floats) -> Floats:
-    low, high = np.quantile(values, [0.0005, 0.9995])
-    pad = 0.05 * (high - low) + 1e-9
-    return np.linspace(low - pad, high + pad, GRID)
 
 
 def _density(values: Floats, grid: Floats) -> list[float]:
@@ -297,126 +281,101 @@ def thin(lines: Sequence[Mapping[str, Any]], most: int = 200) -> list[Mapping[st
     return [lines[k] for k in places]
 
 
-ChartTable = dict[str, Any]
 Data = Mapping[str, Any]
 
 
 def percent(value: float | None, digits: int = 1) -> str:
+    """A share as a percentage, without the sign; a dash where there is none."""
     return "–" if value is None else f"{100 * value:.{digits}f}"
 
 
 def signed(value: float, digits: int = 1) -> str:
     """With a plus or a minus, except for what rounds to nothing."""
-    text = f"{abs(value):.{digits}f}"
-    if float(text) == 0:
-        return text
-    return f"{'+' if value > 0 else '−'}{text}"
+    text = f"{value:+.{digits}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
-def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> ChartTable:
-    return {"head": list(head), "rows": [list(row) for row in rows]}
-
-
-def reliability_table(runs: Sequence[Data]) -> ChartTable:
-    head = ["confidence, %", "pictures", "mean confidence, %", "accuracy, %", "95 % interval"]
-    rows = [
-        [
-            *_named(runs, run),
-            f"{percent(row['left'], 0)}–{percent(row['right'], 0)}",
-            f"{row['n']:,}",
-            percent(row["confidence"]),
-            percent(row["accuracy"]),
-            f"{percent(row['low'])}–{percent(row['high'])}",
-        ]
-        for run in runs
-        for row in run["bins"]
-        if row["n"]
-    ]
-    return make_table(_headed(runs, head), rows)
-
-
-def smooth_table(runs: Sequence[Data]) -> ChartTable:
-    rows = []
-    for run in runs:
-        curve = run["smooth"]
-        for place in range(0, len(curve["at"]), 5):
-            cells = [percent(curve["at"][place], 0), percent(curve["accuracy"][place])]
-            ends = [percent(curve[end][place]) for end in ("low", "high") if end in curve]
-            rows.append([*_named(runs, run), *cells, "–".join(ends)])
-    return make_table(_headed(runs, ["confidence, %", "accuracy, %", "95 % interval"]), rows)
-
-
-def risk_table(runs: Sequence[Data]) -> ChartTable:
-    head = ["answered, %", "error, %", "95 % interval", "promised error, %", "threshold, %"]
-    rows = []
-    for run in runs:
-        step = max(1, len(run["risk"]) // 20)
-        shown = run["risk"][::step]
-        if shown[-1] is not run["risk"][-1]:
-            shown = [*shown, run["risk"][-1]]
-        for row in shown:
-            ends = f"{percent(row['low'])}–{percent(row['high'])}"
-            cells = [percent(row["coverage"]), percent(row["error"]), ends]
-            cells += [percent(row["promised"]), percent(row["threshold"], 2)]
-            rows.append([*_named(runs, run), *cells])
-    return make_table(_headed(runs, head), rows)
-
-
-def confusion_table(data: Data) -> ChartTable:
-    names = data["classes"]
-    rows = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
-    return make_table(["truth", "taken for", "pictures"], rows)
-
-
-def logits_table(data: Data) -> ChartTable:
-    names = data["classes"]
-    rows = [
+def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
+    """The numbers of every chart as text: the head of its table, and the rows."""
+    names, runs = data.get("classes", ()), data["runs"]
+    tables = {key: _run_table(runs, *columns) for key, columns in RUN_TABLES.items()}
+    if "confusion" not in data:
+        return tables
+    pairs = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
+    logits = [
         [
             names[truth],
             names[row["of"]] if isinstance(row["of"], int) else "all others",
             *(f"{row[key]:.1f}" for key in ("mean", "low", "high")),
         ]
-        for truth, several in enumerate(data["logits"]["classes"])
-        for row in several
+        for truth, rows in enumerate(data["logits"]["classes"])
+        for row in rows
     ]
-    return make_table(["truth", "logit of", "mean", "5 % below", "5 % above"], rows)
+    return tables | {
+        "confusion": {"head": ["truth", "taken for", "pictures"], "rows": pairs},
+        "logits": {"head": ["truth", "logit of", "mean", "5 % below", "5 % above"], "rows": logits},
+    }
 
 
-def tested_table(runs: Sequence[Data]) -> ChartTable:
-    rows = [
-        [
-            *_named(runs, run),
-            f"{line['step']:,}",
-            line["split"],
-            percent(line.get("error")),
-            percent(line.get("ece")),
-        ]
-        for run in runs
-        for line in run["tested"]
-    ]
-    return make_table(_headed(runs, ["step", "set", "error, %", "ECE, %"]), rows)
+def _run_table(
+    runs: Sequence[Data], head: str, rows_of: Callable[[Data], list[list[str]]]
+) -> dict[str, Any]:
+    """Of several runs, each row begins with the run's title."""
+    if len(runs) == 1:
+        return {"head": head.split("; "), "rows": rows_of(runs[0])}
+    rows = [[run["title"], *row] for run in runs for row in rows_of(run)]
+    return {"head": ["run", *head.split("; ")], "rows": rows}
 
 
-def trained_table(runs: Sequence[Data]) -> ChartTable:
-    rows = [
-        [
-            *_named(runs, run),
-            f"{line['step']:,}",
-            percent(line.get("accepted")),
-            percent(line.get("agree")),
-            percent(line.get("pseudo_accuracy")),
-        ]
-        for run in runs
-        for line in run["trained"]
-        if "accepted" in line
-    ]
-    head = ["step", "in use, %", "agreeing, %", "pseudo-labels right, %"]
-    return make_table(_headed(runs, head), rows)
+def _reliability_rows(run: Data) -> list[list[str]]:
+    rows = [row for row in run["bins"] if row["n"]]
+    starts = [(_range(row, ("left", "right"), 0), f"{row['n']:,}") for row in rows]
+    pairs = zip(starts, rows, strict=True)
+    return [[*start, *_percents(row, "confidence accuracy"), _range(row)] for start, row in pairs]
 
 
-def _headed(runs: Sequence[Data], head: list[str]) -> list[str]:
-    return head if len(runs) == 1 else ["run", *head]
+def _smooth_rows(run: Data) -> list[list[str]]:
+    names = [name for name in ("at", "accuracy", "low", "high") if name in run["smooth"]]
+    columns = [run["smooth"][name][::5] for name in names]
+    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    return [[percent(row["at"], 0), percent(row["accuracy"]), _range(row)] for row in rows]
 
 
-def _named(runs: Sequence[Data], run: Data) -> list[str]:
-    return [] if len(runs) == 1 else [run["title"]]
+def _risk_rows(run: Data) -> list[list[str]]:
+    rows = run["risk"][:: max(1, len(run["risk"]) // 20)]
+    if rows[-1] is not run["risk"][-1]:
+        rows = [*rows, run["risk"][-1]]
+    ends = [(percent(row["promised"]), percent(row["threshold"], 2)) for row in rows]
+    pairs = zip(rows, ends, strict=True)
+    return [[*_percents(row, "coverage error"), _range(row), *end] for row, end in pairs]
+
+
+def _tested_rows(run: Data) -> list[list[str]]:
+    lines = run["tested"]
+    return [[f"{line['step']:,}", line["split"], *_percents(line, "error ece")] for line in lines]
+
+
+def _trained_rows(run: Data) -> list[list[str]]:
+    lines = [line for line in run["trained"] if "accepted" in line]
+    keys = "accepted agree pseudo_accuracy"
+    return [[f"{line['step']:,}", *_percents(line, keys)] for line in lines]
+
+
+def _percents(row: Data, keys: str) -> list[str]:
+    return [percent(row.get(key)) for key in keys.split()]
+
+
+def _range(row: Data, ends: Sequence[str] = ("low", "high"), digits: int = 1) -> str:
+    return "–".join(percent(row[end], digits) for end in ends if end in row)
+
+
+RUN_TABLES = {
+    "reliability": (
+        "confidence, %; pictures; mean confidence, %; accuracy, %; 95 % interval",
+        _reliability_rows,
+    ),
+    "smooth": ("confidence, %; accuracy, %; 95 % interval", _smooth_rows),
+    "risk": ("answered, %; error, %; 95 % interval; promised error, %; threshold, %", _risk_rows),
+    "tested": ("step; set; error, %; ECE, %", _tested_rows),
+    "trained": ("step; in use, %; agreeing, %; pseudo-labels right, %", _trained_rows),
+}

@@ -9,63 +9,54 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from calmatch.metrics import Interval
-from calmatch.report.summary import Predictions, wilson
+from calmatch.metrics import Interval, wilson
+from calmatch.report.summary import Predictions, percent
 from calmatch.runs import Run
 
 EVALUATED_ON = {
     "test": "test pictures",
-    "crossfit": "labelled pictures, each judged by a model that did not see its label",
+    "crossfit": "labelled pictures, out of fold: each by a model that did not see its label",
     "holdout": "held-out labelled pictures",
 }
-SHORT_NAMES = {
-    "test": "test pictures",
-    "crossfit": "labelled pictures",
-    "holdout": "held-out pictures",
+VERDICTS = {
+    "no fault shown": "no miscalibration can be shown here.",
+    "off, both ways": "this is more than chance, in both directions.",
+    "too sure": "this is more than chance: the model is too sure of itself.",
+    "not sure enough": "this is more than chance: the model is not sure enough of itself.",
 }
-
-
-def evaluated_on(run: Run) -> str:
-    return str(run.result.get("judged_on", "test"))
+TEST_SELECTED = "Test-selected: these weights were chosen on the test set, as the paper and USB do."
 
 
 def name_images(run: Run) -> str:
-    """What the judged pictures are called in a sentence."""
-    return SHORT_NAMES.get(evaluated_on(run), "judged pictures")
-
-
-def percent_points(share: float) -> str:
-    """A share as percent, one digit behind the point."""
-    return f"{100 * share:.1f}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 2 or value == 0 else f"{value:.1f}"
+    """What the evaluated images are called in a sentence."""
+    names = {"test": "test", "crossfit": "labelled", "holdout": "held-out"}
+    return f"{names.get(run.result.evaluated_on, 'evaluated')} pictures"
 
 
 def describe_headline(
     run: Run, measured: Mapping[str, Any], chance: Mapping[str, float]
 ) -> list[str]:
     """Error, calibration error, and whether it could be chance."""
-    error, ece, over = measured["error"], measured["ece"], measured["over"]
+    error, ece = measured["error"], measured["ece"]
+    wrong = 100 * error["value"]
+    number = f"{wrong:.0f}" if wrong >= 2 or wrong == 0 else f"{wrong:.1f}"
     first = (
-        f"Of 100 {name_images(run)}, about {_number(100 * error['value'])} are classified wrongly "
-        f"(95 % interval {percent_points(error['low'])} to {percent_points(error['high'])})."
+        f"Of 100 {name_images(run)}, about {number} are classified wrongly "
+        f"(95 % interval {_from_to(error)})."
     )
     second = (
-        f"Confidence is off by {percent_points(ece['value'])} percentage points on average (ECE; 95 % "
-        f"interval {percent_points(ece['low'])} to {percent_points(ece['high'])})."
+        f"Confidence is off by {percent(ece['value'])} percentage points on average (ECE; 95 % "
+        f"interval {_from_to(ece)})."
     )
     third = (
-        f"With {measured['n']:,} pictures a perfectly honest model would show "
-        f"{percent_points(chance['low'])} to {percent_points(chance['high'])} by chance alone, so "
+        f"With {measured['n']:,} pictures a perfectly calibrated model would show "
+        f"{_from_to(chance)} by chance alone, so "
     )
-    if ece["value"] <= chance["high"]:
-        return [first, second, third + "no dishonesty can be shown here."]
-    if not measured["over_shown"]:
-        return [first, second, third + "this is more than chance, in both directions."]
-    side = "too sure of itself" if over > 0 else "not sure enough of itself"
-    return [first, second, third + f"this is more than chance: the model is {side}."]
+    return [first, second, third + VERDICTS[short_verdict(measured, chance)]]
+
+
+def _from_to(ends: Mapping[str, float]) -> str:
+    return f"{percent(ends['low'])} to {percent(ends['high'])}"
 
 
 def short_verdict(measured: Mapping[str, Any], chance: Mapping[str, float]) -> str:
@@ -82,12 +73,11 @@ def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     sentences = []
     for key, what in (("error", "lowest error"), ("ece", "lowest calibration error (ECE)")):
         best = min(runs, key=lambda run: run[key]["value"])
-        ends = f"{percent_points(best[key]['low'])} to {percent_points(best[key]['high'])}"
         rivals = [run for run in runs if run is not best and run[key]["low"] <= best[key]["high"]]
         others = f"{len(rivals)} other intervals overlap" if rivals[1:] else "another one overlaps"
-        doubt = f"; {others}" if rivals else ""
+        ends = _from_to(best[key]) + (f"; {others}" if rivals else "")
         sentences.append(
-            f"{best['title']} has the {what}: {percent_points(best[key]['value'])} % ({ends}{doubt})."
+            f"{best['title']} has the {what}: {percent(best[key]['value'])} % ({ends})."
         )
     return [*sentences, "Each is one run: another seed can change more than these intervals say."]
 
@@ -96,54 +86,53 @@ def describe_promise(selective: Mapping[str, Any]) -> str:
     """What a model's operating point promises, or why it promises nothing."""
     if not {"threshold", "accuracy", "certainty", "labels"} <= set(selective):
         return ""
-    wanted = f"{100 * selective['accuracy']:g} % accuracy"
+    wanted, labels = (
+        f"{100 * selective['accuracy']:g} % accuracy",
+        f"{selective['labels']:,} labels",
+    )
     if selective["threshold"] is None:
         missing = selective.get("missing") or 0
         more = f"at least {missing:,} more labels are needed" if missing else "it errs too often"
-        return f"No operating point promises {wanted} with {selective['labels']:,} labels: {more}."
-    rough = " The labels were cross-fitted, so it is approximate." if _rough(selective) else ""
+        return f"No operating point promises {wanted} with {labels}: {more}."
+    crossfit = selective.get("cross_fitted")
+    rough = " The labels were cross-fitted, so it is approximate." if crossfit else ""
     return (
-        f"Above {percent_points(selective['threshold'])} % confidence it promises {wanted}, with a "
-        f"certainty of {100 * selective['certainty']:g} %, from {selective['labels']:,} "
-        f"labels.{rough}"
+        f"Above {percent(selective['threshold'])} % confidence it promises {wanted}, with a "
+        f"certainty of {100 * selective['certainty']:g} %, from {labels}.{rough}"
     )
-
-
-def _rough(selective: Mapping[str, Any]) -> bool:
-    return bool(selective.get("cross_fitted"))
 
 
 def describe_calibration(model: Mapping[str, Any]) -> str:
     """How the confidence was corrected after training, in a line."""
     scaling, sets = model.get("calibration") or {}, model.get("conformal") or {}
-    said = []
+    parts = []
     if scaling.get("kind", "identity") != "identity":
         value = f" {scaling['temperature']:.3g}" if "temperature" in scaling else ""
-        said.append(f"{scaling['kind']}{value} from {scaling.get('labels', 0):,} labels")
+        parts.append(f"{scaling['kind']}{value} from {scaling.get('labels', 0):,} labels")
     if sets.get("threshold") is not None:
-        said.append(f"prediction sets ({sets.get('score')}) of {100 * sets['coverage']:g} %")
-    return "; ".join(said)
+        parts.append(f"prediction sets ({sets.get('score')}) of {100 * sets['coverage']:g} %")
+    return "; ".join(parts)
 
 
 def describe_before(measured: Mapping[str, float]) -> str:
     """What was measured before the confidence was corrected."""
     if not {"ece", "nll"} <= set(measured):
         return ""
-    return f"ECE {percent_points(measured['ece'])} %, NLL {measured['nll']:.2f} nats"
+    return f"ECE {percent(measured['ece'])} %, NLL {measured['nll']:.2f} nats"
 
 
-def describe_example(found: Predictions) -> str:
+def describe_example(preds: Predictions) -> str:
     """What a stated confidence is worth, at the level that most mistakes are made under."""
     for low, high in ((0.85, 0.95), (0.95, 0.995), (0.7, 0.9), (0.5, 0.8)):
-        some = (found.confidence > low) & (found.confidence <= high)
+        some = (preds.confidence > low) & (preds.confidence <= high)
         number = int(some.sum())
         if number >= 30:
-            right = float(found.right[some].mean())
-            ends = [percent_points(float(end)) for end in wilson(right, number)]
+            right = float(preds.right[some].mean())
+            ends = " to ".join(map(percent, wilson(right, number)))
             return (
-                f"Where it says {percent_points(float(found.confidence[some].mean()))} % (the {number:,} "
+                f"Where it says {percent(float(preds.confidence[some].mean()))} % (the {number:,} "
                 f"pictures between {100 * low:g} and {100 * high:g} %), it is right in "
-                f"{percent_points(right)} % ({ends[0]} to {ends[1]})."
+                f"{percent(right)} % ({ends})."
             )
     return ""
 
@@ -174,61 +163,55 @@ LEGEND = (
 )
 
 
-def cell(found: Mapping[str, Any] | None, column: Column) -> tuple[str, str]:
+def cell(interval: Interval | None, column: Column) -> tuple[str, str]:
     """A value and its interval as text; dashes where there is none."""
-    if found is None:
+    if interval is None:
         return "-", ""
-    value, low, high = (column.scale * found[end] for end in ("value", "low", "high"))
-    digits = column.digits
-    return f"{value:.{digits}f}", f"{low:.{digits}f}–{high:.{digits}f}"
+    value, low, high = (f"{column.scale * number:.{column.digits}f}" for number in interval)
+    return value, f"{low}–{high}"
 
 
 def print_runs(runs: Sequence[Run]) -> None:
     """The table of runs."""
-    table = Table(title=_table_title(runs), title_justify="left", box=SIMPLE_HEAD, padding=0)
+    table = Table(title=_table_title(runs[0]), title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("run", vertical="top", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column.head, justify="right", no_wrap=True)
     for run in runs:
-        cells = [cell(run.result["metrics"].get(column.key), column) for column in COLUMNS]
-        name = run.title.replace(" + ", "\n+ ") + ("\n(leaky)" if run.result["leaky"] else "")
+        cells = [cell(run.result.metrics.get(column.key), column) for column in COLUMNS]
+        mark = "\n(test-selected)" if run.result.test_selected else ""
+        name = run.title.replace(" + ", "\n+ ") + mark
         table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends in cells))
     console = Console(highlight=False)
     console.print(table)
     console.print(LEGEND, style="dim")
-    if any(run.result["leaky"] for run in runs):
-        console.print("Leaky: these weights were chosen on the test set, as the paper and USB do.")
-    for note in sorted({note for run in runs for note in run.result["notes"]}):
+    if any(run.result.test_selected for run in runs):
+        console.print(TEST_SELECTED)
+    for note in sorted({note for run in runs for note in run.result.notes}):
         console.print(note, style="yellow", markup=False)
 
 
-def _table_title(runs: Sequence[Run]) -> str:
-    first = runs[0]
-    pictures = first.result["pictures"]
+def _table_title(run: Run) -> str:
+    result, images = run.result, run.result.images
+    averaged = "averaged " if result.weights == "ema" else ""
+    best = "" if result.selected == "last" else f", {result.selected}"
     return (
-        f"{first.data}: {pictures['labelled']} labels, {pictures['unlabelled']:,} "
-        f"unlabelled, {pictures['test']:,} test pictures; seed {first.config.seed}, "
-        f"{_chosen_weights(first)}"
+        f"{run.data}: {images['labelled']} labels, {images['unlabelled']:,} unlabelled, "
+        f"{images['test']:,} test pictures; seed {run.config.seed}, {averaged}weights of step "
+        f"{result.step:,} of {result.steps:,}{best}"
     )
 
 
-def _chosen_weights(run: Run) -> str:
-    averaged = "averaged " if run.result["weights"] == "ema" else ""
-    best = "" if run.result["selected"] == "last" else f", {run.result['selected']}"
-    return f"{averaged}weights of step {run.result['step']:,} of {run.result['steps']:,}{best}"
-
-
-def print_metrics(found: Mapping[str, Interval], pictures: int, intervals: bool = True) -> None:
-    """The table of one model's metrics."""
-    table = Table(title=f"{pictures:,} pictures", title_justify="left", pad_edge=False)
+def print_metrics(values: Mapping[str, Interval], number: int, intervals: bool = True) -> None:
+    """The table of one model's metrics on so many images."""
+    columns = 3 if intervals else 1
+    table = Table(title=f"{number:,} pictures", title_justify="left", pad_edge=False)
     table.add_column("metric")
-    for head in ("value", "95 % from", "to")[: 3 if intervals else 1]:
+    for head in ("value", "95 % from", "to")[:columns]:
         table.add_column(head, justify="right")
-    for name, item in found.items():
-        scale, unit, digits = (1.0, "nats", 4) if name == "nll" else (100.0, "%", 2)
-        if name == "brier":
-            scale, unit, digits = 1.0, "0 to 2", 4
-        shown = item if intervals else item[:1]
-        numbers = [f"{scale * value:.{digits}f}" for value in shown]
+    units = {"nll": (1.0, "nats", 4), "brier": (1.0, "0 to 2", 4)}
+    for name, interval in values.items():
+        scale, unit, digits = units.get(name, (100.0, "%", 2))
+        numbers = [f"{scale * value:.{digits}f}" for value in interval[:columns]]
         table.add_row(f"{name} ({unit})", *numbers)
     Console(highlight=False).print(table)

@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: checkpoints that cannot carry code, and the lines of its log."""
+"""What a run writes as it goes on: checkpoints that cannot carry code, and the lines of its log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +20,10 @@ from torch import Tensor
 from calmatch import ops
 from calmatch.files import write
 
-KEPT_CHECKPOINTS = 2  # checkpoints on disk: the newest, and one to fall back on
-
-
-def digest_tensors(tensors: Mapping[str, Tensor], note: str = "") -> str:
-    """A checksum of the note and of names, types, shapes and bytes."""
-    total = hashlib.blake2b(note.encode(), digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return total.hexdigest()
-
-
-SAFETENSORS_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def pack_safetensors(
-    tensors: Mapping[str, Tensor], header: Mapping[str, str]
-) -> list[bytes | memoryview]:
-    """The pieces of a .safetensors file, without a copy.
-
-    The library's own `save` copies every byte twice while it holds the interpreter's lock, so
-    that training would wait for it.
-    """
-    named: dict[str, Any] = {"__metadata__": dict(header)}
-    pieces, end = [], 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        named[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        pieces.append(tensor.flatten().view(torch.uint8).numpy().data)
-    text = json.dumps(named).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *pieces]
+KEPT_CHECKPOINTS = 2  # on disk: the newest, and one to fall back on
+_CODES = "F64 F32 BF16 F16 I64 I32 I16 I8 U8 BOOL".split()
+_NAMES = "float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
+SAFETENSORS_TYPES = {getattr(torch, k): code for k, code in zip(_NAMES, _CODES, strict=True)}
 
 
 class CheckpointWriter:
@@ -83,8 +38,9 @@ class CheckpointWriter:
     def save(self, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint; an error of the one before is raised here."""
         self.wait()
-        held = copy_to_host(tensors, self.copies)
-        self.pending = self.pool.submit(save_checkpoint, self.folder, step, held, note, self.every)
+        copies = copy_to_host(tensors, self.copies)
+        settings = (self.folder, step, copies, note, self.every)
+        self.pending = self.pool.submit(save_checkpoint, *settings)
 
     def wait(self) -> None:
         """Until what was begun is on disk."""
@@ -105,14 +61,11 @@ class CheckpointWriter:
 def copy_to_host(
     tensors: Mapping[str, Tensor], copies: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Copies on the host that later steps do not change, in memory that may be used again.
-
-    It is page-locked, so that a device copies in hundredths of the time.
-    """
-    copies = {} if copies is None else copies
+    """Copies on the host that later steps do not change, in memory that may be used again."""
+    copies = {} if copies is None else copies  # page-locked: a device copies a hundred times faster
     for name, tensor in tensors.items():
-        held = copies.get(name)
-        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+        copy = copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
             copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         copies[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
     if any(tensor.is_cuda for tensor in tensors.values()):
@@ -121,11 +74,7 @@ def copy_to_host(
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    note: Mapping[str, Any],
-    every: int = 0,
+    folder: Path, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any], every: int = 0
 ) -> None:
     """Write a checkpoint under its final name, then drop all but the newest two.
 
@@ -140,12 +89,37 @@ def save_checkpoint(
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-    """Write one checkpoint."""
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    """Write one checkpoint as a .safetensors file, without a copy.
+
+    The library's own `save` copies every byte twice while it holds the interpreter's lock, so
+    that training would wait for it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(note)
-    header = {"note": text, "digest": digest_tensors(held, text)}
-    write(path, *pack_safetensors(held, header))
+    header: dict[str, Any] = {"__metadata__": {"note": text, "digest": digest_tensors(plain, text)}}
+    end = 0
+    for name, tensor in plain.items():
+        start, end = end, end + tensor.nbytes
+        kind, shape = SAFETENSORS_TYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)
+    write(path, len(data).to_bytes(8, "little"), data, *map(_tensor_bytes, plain.values()))
+
+
+def digest_tensors(tensors: Mapping[str, Tensor], note: str = "") -> str:
+    """A checksum of the note and of names, types, shapes and bytes."""
+    total = hashlib.blake2b(note.encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(_tensor_bytes(tensor))
+    return total.hexdigest()
+
+
+def _tensor_bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.flatten().view(torch.uint8).numpy().data
+    return data
 
 
 def scheduled_checkpoints(folder: Path, every: int) -> list[Path]:
@@ -200,11 +174,15 @@ class Sums:
         for name, value in values.items():
             if name not in self.totals:
                 self.totals[name] = torch.zeros_like(value, requires_grad=False)
-        pairs = [(self.totals[name], value.detach()) for name, value in values.items()]
-        torch._foreach_add_([total for total, _ in pairs], [value for _, value in pairs])
+        totals = [self.totals[name] for name in values]
+        torch._foreach_add_(totals, [value.detach() for value in values.values()])
 
     def read(self) -> dict[str, Any]:
         """Means since the last reading, with counts turned into shares; starts anew."""
+
+        def share(part: float, whole: float) -> float | None:
+            return part / whole if whole > 0 else None
+
         means = {k: ops.average(v) / max(1, self.steps) for k, v in sorted(self.totals.items())}
         for total in self.totals.values():
             total.zero_()
@@ -212,31 +190,12 @@ class Sums:
         bins = means.pop("bins", None)
         line: dict[str, Any] = {name: value.tolist() for name, value in means.items()}
         if "agreeing" in line:
-            line["agree"] = _share(line.pop("agreeing"), line["accepted"])
+            line["agree"] = share(line.pop("agreeing"), line["accepted"])
         if bins is not None:
             known = line.pop("known")
-            line["pseudo_accuracy"] = _share(line.pop("right"), known)
-            line["pseudo_ece"] = _share(float((bins[1] - bins[2]).abs().sum()), known)
+            line["pseudo_accuracy"] = share(line.pop("right"), known)
+            line["pseudo_ece"] = share(float((bins[1] - bins[2]).abs().sum()), known)
         return line
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
-
-
-LINE_FILES = ("metrics.jsonl", "times.jsonl")
-
-
-def _append(file: FileIO, line: Mapping[str, Any]) -> None:
-    """A whole line or, on a full disk, none of it."""
-    data = json.dumps(line).encode() + b"\n"
-    before = os.fstat(file.fileno()).st_size
-    try:
-        while data:
-            data = data[file.write(data) or 0 :]
-    except OSError:
-        file.truncate(before)
-        raise
 
 
 class Lines:
@@ -245,14 +204,24 @@ class Lines:
     def __init__(self, folder: Path, keep: int) -> None:
         """Continue after the first `keep` bytes; what a killed process wrote later is redone."""
         first = ops.rank() == 0  # other ranks write into nothing
-        paths = [folder / name if first else Path(os.devnull) for name in LINE_FILES]
+        names = ("metrics.jsonl", "times.jsonl")
+        paths = [folder / name if first else Path(os.devnull) for name in names]
         self.file, self.times = (path.open("ab", buffering=0) for path in paths)
         if first:
             self.file.truncate(keep)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        _append(self.file, line)
-        _append(self.times, {"step": line["step"], "unix": round(time.time(), 3)})
+        """Add a line: the whole of it or, on a full disk, nothing."""
+        times = {"step": line["step"], "unix": round(time.time(), 3)}
+        for file, content in ((self.file, line), (self.times, times)):
+            data = json.dumps(content).encode() + b"\n"
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while data:
+                    data = data[file.write(data) or 0 :]
+            except OSError:
+                file.truncate(before)
+                raise
 
     def size(self) -> int:
         """Bytes written, on disk for certain."""

@@ -7,11 +7,23 @@ import functools
 import json
 import re
 import typing
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from calmatch import spec
+
+LARGEST_NUMBER = 1e300  # beyond it arithmetic overflows
+SMALLEST = dict.fromkeys("batch ratio steps log_every chunk eval_batch".split(), 1)
+SHARES = "memory validation momentum layer_decay ema cap_threshold".split()
+SPECS = "dataset method net labelled_loss unlabelled_loss penalty weak strong".split()
+WITH_CROSS_ENTROPY = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
+# may change when a run is continued:
+FREE_FIELDS = "device compile engine eval_batch source memory workers on_nan keep_views".split()
+_field_types = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -34,17 +46,13 @@ class Config:
     """Who teaches whom: a name of `calmatch methods`, with arguments if wanted."""
     net: str = "small"
     """The network: a name of `calmatch nets`."""
-    frozen: int = 0
-    """Only the last layer learns, from features of so many views a picture; 0: all layers do."""
-    looks: int = 1
-    """Looks at a picture whose mean a frozen network predicts, up to 5: shifted and mirrored."""
     labelled_loss: str = ""
     """Loss on labelled pictures; empty: the method's own."""
     unlabelled_loss: str = ""
     """Loss on unlabelled pictures; empty: the method's own."""
     penalty: str = ""
     """Added to the unlabelled loss, `margin(m=10)` for example."""
-    aware: float = 0.0
+    cap_threshold: float = 0.0
     """Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never."""
     weak: str = "flip|crop(4)"
     """The weak view: transforms joined by |."""
@@ -95,8 +103,8 @@ class Config:
     """Pictures at a time when predicting."""
     select: str = "last"
     """Which weights to keep: last, or best(METRIC) on the validation share."""
-    protocol: Literal["honest", "paper"] = "honest"
-    """paper: keep the weights that are best on the TEST set, as the paper and USB do. Leaky."""
+    protocol: Literal["held-out", "paper"] = "held-out"
+    """paper: keep the weights that are best on the TEST set, as the paper and USB do."""
     source: Literal["auto", "resident", "stream"] = "auto"
     """Pictures on the device, or fetched by workers; auto: on the device where they fit."""
     memory: float = 0.5
@@ -107,6 +115,8 @@ class Config:
     """Steps augmented at once (changes the draws, not their distribution)."""
     on_nan: Literal["stop", "rollback"] = "stop"
     """Numbers that are not finite: stop, or go back to a checkpoint and halve the learning rate."""
+    keep_views: bool = False
+    """Also keep predictions of unlabelled images in each view, and of the weights not averaged."""
     deterministic: bool = False
     """The same bits every time on a CUDA device too (slower); a CPU always computes so."""
 
@@ -124,7 +134,27 @@ class Config:
         return self.checkpoint_every or max(1, self.steps // 10)
 
     def dump(self) -> dict[str, Any]:
+        """Plain JSON."""
         return dataclasses.asdict(self)
+
+
+@dataclass
+class TrainOptions:
+    """One run. RECIPE comes first: a name of `calmatch recipes`, or a config file to repeat."""
+
+    run: Annotated[Config, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """The run folder; the same line again continues it."""
+    together: int = 1
+    """Train this many seeds side by side on one device, from --seed on; a folder each in --out."""
+    data_root: Path | None = None
+    """Where datasets are; also CALMATCH_DATA."""
+    config: Path | None = None
+    """JSON or YAML with fields that change the recipe; flags change them again."""
+    trust: bool = False
+    """Import code that the config file names."""
+    quiet: bool = False
+    """No progress bar and no lines."""
 
 
 def load_config(path: Path, default: Config, trust: bool = False) -> Config:
@@ -136,102 +166,51 @@ def load_config(path: Path, default: Config, trust: bool = False) -> Config:
 
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"Cannot read {path}: {error}.") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON or YAML.") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError(f"{path} must hold one mapping of field names to values.")
-    changes = {str(key): _read_number(str(key), value) for key, value in found.items()}
+    changes = {str(key): _read_number(str(key), value) for key, value in fields.items()}
     config = default.replace(**changes)
     check_config(config)
-    if not trust:
-        for name in dotted_names(config):
-            raise ValueError(f"{path} names {name!r}, which is code; add --trust to import it.")
+    for field in () if trust else SPECS:
+        text = str(getattr(config, field))
+        for name in spec.dotted(text) if text else ():
+            if not (field == "net" and name.startswith("timm.")):  # in timm's list, not imported
+                raise ValueError(f"{path} names {name!r}, which is code; add --trust to import it.")
     return config
 
 
 def _read_number(field: str, value: Any) -> Any:
     """YAML reads 5e-4 as text; where a number is wanted it is one."""
     if isinstance(value, str) and "float" in str(Config.__annotations__.get(field)):
-        try:
+        with suppress(ValueError):
             return float(value)
-        except ValueError:
-            return value
     return value
-
-
-SPECS = (
-    "dataset",
-    "method",
-    "net",
-    "labelled_loss",
-    "unlabelled_loss",
-    "penalty",
-    "weak",
-    "strong",
-)
-
-
-def dotted_names(config: Config) -> list[str]:
-    """Dotted names that building this config would import (timm's own models aside)."""
-    found = []
-    for field in SPECS:
-        text = str(getattr(config, field))
-        names = spec.dotted(text) if text else []
-        # timm.NAME as a network is looked up in timm's list, not imported
-        found += [name for name in names if not (field == "net" and name.startswith("timm."))]
-    return found
-
-
-WITH_CROSS_ENTROPY = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
-SMALLEST = {
-    "batch": 1,
-    "ratio": 1,
-    "steps": 1,
-    "log_every": 1,
-    "chunk": 1,
-    "eval_batch": 1,
-    "looks": 1,
-}
-
-
-LARGEST_NUMBER = 1e300  # beyond it arithmetic overflows
-MOST_TTA = 5  # views of an image whose mean is predicted
-SHARES = ("memory", "validation", "momentum", "layer_decay", "ema", "aware")
-
-
-@functools.cache
-def _field_types() -> dict[str, Any]:
-    return typing.get_type_hints(Config)
 
 
 def check_config(config: Config) -> None:
     """Raise a ValueError for values that cannot be meant."""
-    hints = _field_types()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if not spec.fits(value, hints[field.name]):
-            raise ValueError(
-                f"{field.name} cannot be {value!r}; it takes {spec.kind(hints[field.name])}."
-            )
-        if isinstance(value, int | float) and not abs(value) <= LARGEST_NUMBER:
-            raise ValueError(f"{field.name} must be a finite number, not {str(value)[:40]}.")
-        least = SMALLEST.get(field.name, 0)
-        if isinstance(value, int | float) and value < least:
-            raise ValueError(f"{field.name} must be at least {least}, not {value}.")
-    for name in SHARES:
-        value = getattr(config, name)
-        if value is not None and not 0 <= value <= 1:
+    for name, hint in _field_types(Config).items():
+        value, least = getattr(config, name), SMALLEST.get(name, 0)
+        if not spec.fits(value, hint):
+            raise ValueError(f"{name} cannot be {value!r}; it takes {spec.describe(hint)}.")
+        if not isinstance(value, int | float):
+            continue
+        if not abs(value) <= LARGEST_NUMBER:
+            raise ValueError(f"{name} must be a finite number, not {str(value)[:40]}.")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}.")
+        if name in SHARES and value > 1:
             raise ValueError(f"{name} must lie between 0 and 1, not {value}.")
-    if config.looks > MOST_TTA:
-        raise ValueError(f"looks must be at most {MOST_TTA}, not {config.looks}.")
-    if config.looks > 1 and not config.frozen:
-        raise ValueError("looks are for a frozen network: set --frozen too, 4 say.")
-    _check_selection(config)
-    penalties = spec.added(config.penalty) if config.penalty else []
-    for part in penalties:
+    if config.protocol == "paper" and config.select != "last":
+        raise ValueError("protocol=paper keeps the best error on the test set; drop --select.")
+    if selection_metric(config) and config.protocol == "held-out" and config.validation == 0:
+        raise ValueError("select=best needs pictures to choose on: set --validation, 0.1 say.")
+    for part in spec.added(config.penalty) if config.penalty else []:
         if part.name in WITH_CROSS_ENTROPY:
             raise ValueError(
                 f"{part.name!r} contains the cross-entropy and would count it twice; "
@@ -250,14 +229,7 @@ def selection_metric(config: Config) -> str | None:
         return "error"
     if config.select == "last":
         return None
-    found = re.fullmatch(r"best\(['\"]?(\w+)['\"]?\)", config.select.strip())
-    if not found:
+    match = re.fullmatch(r"best\(['\"]?(\w+)['\"]?\)", config.select.strip())
+    if not match:
         raise ValueError(f"select is {config.select!r}; write last or best(error).")
-    return found[1]
-
-
-def _check_selection(config: Config) -> None:
-    if config.protocol == "paper" and config.select != "last":
-        raise ValueError("protocol=paper keeps the best error on the test set; drop --select.")
-    if selection_metric(config) and config.protocol == "honest" and config.validation == 0:
-        raise ValueError("select=best needs pictures to choose on: set --validation, 0.1 say.")
+    return match[1]

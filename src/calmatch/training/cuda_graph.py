@@ -11,21 +11,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from calmatch import console, ops
-from calmatch.core import Batch
+from calmatch.core import Batch, RandomStream
 from calmatch.data.batches import stream_seed
-
-if TYPE_CHECKING:
-    from calmatch.training.step import Training
-
+from calmatch.training.step import Training, Values
 
 WARMUP_STEPS = 3  # eager steps before the capture, undone afterwards
-Values = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 class CapturedStep:
@@ -36,31 +33,31 @@ class CapturedStep:
 
     def __init__(self, runs: Sequence[Training], quiet: bool = False) -> None:
         self.quiet = quiet
-        self.lanes = [RunBranch(run) for run in runs]
+        self.branches = [RunBranch(run) for run in runs]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.failed = False
 
     def advance(self) -> None:
         """One training step of every run."""
         if not self.failed:
-            for lane in self.lanes:
-                lane.feed()
+            for branch in self.branches:
+                branch.feed()
             if self.graph is None:
                 self._capture()
-        for lane in self.lanes:
-            lane.due(self.failed)
+        for branch in self.branches:
+            branch.count_step(self.failed)
         if self.graph is not None:
             self.graph.replay()
 
     def _capture(self) -> None:
         """Warm up, capture, and undo the warm-up; give up where that fails."""
-        before = [lane.snapshot() for lane in self.lanes]
+        before = [branch.snapshot() for branch in self.branches]
         try:
             graph = torch.cuda.CUDAGraph()
-            for lane in self.lanes:
-                lane.warm()
-                with lane.own_chance():
-                    graph.register_generator_state(lane.default)
+            for branch in self.branches:
+                branch.warm()
+                with branch.own_chance():
+                    graph.register_generator_state(branch.default)
             with torch.cuda.graph(graph):
                 self._branches()
             self.graph = graph
@@ -68,23 +65,22 @@ class CapturedStep:
             if console.caused_by_memory(error):  # but not where it would find the device as full
                 raise torch.OutOfMemoryError(str(error)) from error
             self.failed = True
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            console.message(
-                f"The step cannot be captured ({reason}); running it step by step.", self.quiet
-            )
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            line = f"The step cannot be captured ({reason}); running it step by step."
+            console.message(line, self.quiet)
             torch.cuda.synchronize()
-        for lane, snapshot in zip(self.lanes, before, strict=True):
-            lane.undo(snapshot, self.failed)
+        for branch, snapshot in zip(self.branches, before, strict=True):
+            branch.undo(snapshot, self.failed)
 
     def _branches(self) -> None:
         """Each run's step on a stream of its own, all joined at the end."""
         main = torch.cuda.current_stream()
-        others = [torch.cuda.Stream() for _ in self.lanes[1:]]
+        others = [torch.cuda.Stream() for _ in self.branches[1:]]
         for stream in others:
             stream.wait_stream(main)
-        for lane, stream in zip(self.lanes, [main, *others], strict=True):
-            with torch.cuda.stream(stream), lane.own_chance():
-                lane.body()
+        for branch, stream in zip(self.branches, [main, *others], strict=True):
+            with torch.cuda.stream(stream), branch.own_chance():
+                branch.body()
         for stream in others:
             main.wait_stream(stream)
 
@@ -107,28 +103,26 @@ class RunBranch:
 
     def feed(self) -> None:
         """Put the chunk that is due into the fixed buffers, with its learning rates."""
-        run = self.run
-        number, place = divmod(run.step, self.size)
+        number, place = divmod(self.run.step, self.size)
         if number == self.number:
             return
         fresh = self.batches.whole(number)
         if self.chunk is None:
-            self.chunk = _map_batch(fresh, torch.clone)
+            self.chunk = tree_map(torch.clone, fresh)
         else:
-            torch._foreach_copy_(_batch_tensors(self.chunk), _batch_tensors(fresh))
-        steps = range(number * self.size, (number + 1) * self.size)
-        rates = [run.rate(k) for k in steps]
+            torch._foreach_copy_(tree_leaves(self.chunk), tree_leaves(fresh))
+        rates = [self.run.rate(number * self.size + k) for k in range(self.size)]
         self.rates.copy_(ops.sent(torch.tensor(rates), self.rates.device))
         self.place.fill_(place)
         self.number = number
 
-    def due(self, eagerly: bool) -> None:
-        """Count the step that comes, or make it where nothing was captured."""
+    def count_step(self, failed: bool) -> None:
+        """Count the step that is replayed next, or make it where nothing could be captured."""
         run = self.run
-        if eagerly:
-            run.advance(self.batches[run.step])
+        if failed:
+            run.advance()
             return
-        self.chance.manual_seed(stream_seed(run.config.seed, 6, run.step))
+        self.chance.manual_seed(stream_seed(run.config.seed, RandomStream.DROPOUT, run.step))
         run.step += 1
         run.sums.steps += 1
 
@@ -136,16 +130,11 @@ class RunBranch:
         """Build what the graph needs, and run it a few times so that all memory is there."""
         run, parts = self.run, self.run.parts
         compiled = run.config.compile is not False
-        self.flat = FlatState(
-            parts.net,
-            parts.ema if parts.momentum else None,
-            run.optimizer,
-            bf16=run.config.precision == "bf16",
-            momentum=parts.momentum,
-            clip=run.config.clip,
-            compiled=compiled,
-            apart=run.config.compile == "net",  # evaluations use the run's own as it is
-        )
+        ema = parts.ema if parts.momentum else None
+        settings: Any = {"momentum": parts.momentum, "clip": run.config.clip, "compiled": compiled}
+        settings["bf16"] = run.config.precision == "bf16"
+        settings["apart"] = run.config.compile == "net"  # evaluations use the run's own as it is
+        self.flat = FlatState(parts.net, ema, run.optimizer, **settings)
         self.objective = parts.objective(self.flat.net)
         self.forward: Callable[[nn.Module, Batch, Tensor], Values] = _forward
         how: Any = {"fullgraph": True, "dynamic": False, "options": {"combo_kernels": True}}
@@ -159,28 +148,28 @@ class RunBranch:
         with torch.cuda.stream(side), self.own_chance():
             for number in range(WARMUP_STEPS):
                 self.place.copy_(place)
-                self.body(settle=number == 0)
+                self.body(first=number == 0)
         torch.cuda.current_stream().wait_stream(side)
 
-    def body(self, settle: bool = False) -> None:
+    def body(self, first: bool = False) -> None:
         """What the graph holds; it reads and writes fixed buffers only."""
-        assert self.chunk is not None
-        here = self.place[None]
+        chunk, here = self.chunk, self.place[None]
+        assert chunk is not None
         rate = self.rates.index_select(0, here)[0]
         torch._foreach_copy_(self.lrs, torch._foreach_mul(self.peaks, rate))
-        values, state = self.forward(self.objective, self.chunk, here)
-        values["loss"].backward()
-        self.run.parts.method.commit(state)
-        if settle:
-            self.flat.settle()
-        self.flat.advance()
-        self.run.sums.add(values)
+
+        def update() -> None:
+            if first:
+                self.flat.leave_out_idle()
+            self.flat.advance()
+
+        self.run.learn(lambda: self.forward(self.objective, chunk, here), update)
         self.place.add_(1)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of everything a step changes."""
-        found = {name: tensor.clone() for name, tensor in self.run.tensors().items()}
-        return found | {"place": self.place.clone()}
+        state = {name: tensor.clone() for name, tensor in self.run.tensors().items()}
+        return state | {"place": self.place.clone()}
 
     def undo(self, before: dict[str, Tensor], failed: bool) -> None:
         """Be as before the warm-up; after a failure also as the eager step expects it."""
@@ -209,31 +198,11 @@ class RunBranch:
 
 def _forward(objective: nn.Module, chunk: Batch, here: Tensor) -> Values:
     """The objective of one step of a chunk; apart, so that runs share what is compiled."""
-    values: Values = objective(_map_batch(chunk, lambda tensor: tensor.index_select(0, here)[0]))
+    values: Values = objective(tree_map(lambda tensor: tensor.index_select(0, here)[0], chunk))
     return values
 
 
-def _batch_tensors(batch: Batch) -> list[Tensor]:
-    return [*batch.x, batch.y, *batch.u, batch.x_id, batch.u_id, batch.step, *batch.draws.values()]
-
-
-def _map_batch(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with every tensor changed."""
-    return Batch(
-        x=tuple(change(view) for view in batch.x),
-        y=change(batch.y),
-        u=tuple(change(view) for view in batch.u),
-        x_id=change(batch.x_id),
-        u_id=change(batch.u_id),
-        step=change(batch.step),
-        draws={name: change(draw) for name, draw in batch.draws.items()},
-    )
-
-
-AUTOCAST_LAYERS = (
-    nn.Linear,
-    nn.Conv2d,
-)  # autocast computes these and layers with `cast` in bfloat16
+AUTOCAST_LAYERS = (nn.Linear, nn.Conv2d)  # in bfloat16, as layers with `cast` are
 
 
 def bf16_parameters(net: nn.Module) -> list[str]:
@@ -270,14 +239,10 @@ class FlatState:
         compiled: bool = True,
         apart: bool = False,
     ) -> None:
-        group_of = {
-            id(p): place
-            for place, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-        }
+        groups = enumerate(optimizer.param_groups)
+        group_of = {id(p): place for place, group in groups for p in group["params"]}
         named = {k: p for k, p in net.named_parameters() if id(p) in group_of}
         low = set(bf16_parameters(net)) if bf16 else set()
-        self.adam = isinstance(optimizer, torch.optim.AdamW)
         self.momentum, self.clip = momentum, clip
         self.beta = optimizer.param_groups[0].get("momentum", 0.0)
         self.lrs: list[Tensor] = [group["lr"] for group in optimizer.param_groups]
@@ -300,40 +265,49 @@ class FlatState:
             for names in ([k for k in named if k in low], [k for k in named if k not in low])
             if names
         ]
-        self.others = _other_state(net, ema, named) if ema is not None else []
-        self.update: Callable[..., None] = _adam_update if self.adam else _sgd_update
+        theirs, own = net.state_dict(), {} if ema is None else ema.state_dict()
+        self.others = [(own[k], theirs[k]) for k in own if k not in named]  # statistics, counters
+        self.update = _update
         if compiled:
-            self.update = torch.compile(self.update, fullgraph=True, dynamic=False)
+            self.update = torch.compile(_update, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
     def advance(self) -> None:
         """One optimizer step from the gradients there are, and the averages' step after it."""
         grads = [part.gradients() for part in self.parts]
         rates = torch.stack([*self.lrs, torch.zeros_like(self.lrs[0])]).double()
-        keep, scale = 1 - rates * self.decay, _clip_factor(grads, self.clip) if self.clip else None
+        scale = _clip_factor(grads, self.clip) if self.clip else None
         self.step += 1
         for part, grad in zip(self.parts, grads, strict=True):
-            pull = 1 - self.momentum
-            long = (part.exact, part.low, part.mean, grad, part.group, scale, pull)
-            if self.adam:
+            decay, rate, root = self.decay, rates, None
+            if part.flat.second is not None:
                 root = (1 - 0.999 ** self.step.double()).sqrt()
-                rate = rates / (1 - 0.9 ** self.step.double())
-                self.update(*long, keep, rate, root, part.first, part.second)
-            else:
-                self.update(*long, self.decay, rates, part.first, self.beta)
+                decay, rate = 1 - rates * self.decay, rates / (1 - 0.9 ** self.step.double())
+            self.update(part.flat, grad, scale, 1 - self.momentum, decay, rate, root, self.beta)
         ops.update_average(self.others, self.momentum)
 
-    def settle(self) -> None:
+    def leave_out_idle(self) -> None:
         """Leave out weights that got no gradient just now, as torch's optimizers do."""
         for part in self.parts:
-            part.settle(len(self.lrs))
+            part.write_groups(len(self.lrs))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the working weights true again after the exact ones were set from outside."""
         for part in self.parts:
-            if part.low is not None:
-                part.low.copy_(part.exact)
+            if part.flat.low is not None:
+                part.flat.low.copy_(part.flat.exact)
+
+
+class _FlatTensors(NamedTuple):
+    """Weights with all that belongs to them, each as one long tensor."""
+
+    exact: Tensor
+    low: Tensor | None  # the bfloat16 copy
+    mean: Tensor | None  # the average
+    group: Tensor  # of the optimizer
+    first: Tensor  # moment
+    second: Tensor | None  # moment, of AdamW
 
 
 class _FlatPart:
@@ -341,7 +315,7 @@ class _FlatPart:
 
     def __init__(
         self,
-        exact: Sequence[nn.Parameter],
+        weights: Sequence[nn.Parameter],
         working: Sequence[nn.Parameter],
         averaged: Sequence[nn.Parameter],
         groups: Sequence[int],
@@ -349,101 +323,87 @@ class _FlatPart:
         step: Tensor,
     ) -> None:
         self.working, self.groups = working, groups
-        self.sizes = [p.numel() for p in exact]
-        self.exact = _gather_flat(exact)
-        _scatter_flat(self.exact, exact)
-        self.low = None
-        if working[0] is not exact[0]:
-            self.low = self.exact.to(torch.bfloat16)
-            _scatter_flat(self.low, working)
-        self.mean = None
+        low = mean = None
+        exact = _gather_flat(weights, weights)
+        _scatter_flat(exact, weights)
+        if working[0] is not weights[0]:
+            low = exact.to(torch.bfloat16)
+            _scatter_flat(low, working)
         if averaged:
-            self.mean = _gather_flat(averaged)
-            _scatter_flat(self.mean, averaged)
+            mean = _gather_flat(averaged, averaged)
+            _scatter_flat(mean, averaged)
         adam = isinstance(optimizer, torch.optim.AdamW)
-        names = ["exp_avg", "exp_avg_sq"] if adam else ["momentum_buffer"]
-        states: list[Any] = [optimizer.state[p] for p in exact]
+        states: list[Any] = [optimizer.state[p] for p in weights]
         moments = []
-        for name in names:
-            held = [
-                state.get(name, torch.zeros_like(p)) for state, p in zip(states, exact, strict=True)
-            ]
-            moments.append(torch.cat([_flatten(t, p) for t, p in zip(held, exact, strict=True)]))
-            for state, view in zip(states, _flat_views(moments[-1], exact), strict=True):
+        for name in ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",):
+            pairs = zip(states, weights, strict=True)
+            values = [state.get(name, torch.zeros_like(p)) for state, p in pairs]
+            moments.append(_gather_flat(values, weights))
+            for state, view in zip(states, _flat_views(moments[-1], weights), strict=True):
                 state[name] = view
         if adam:
             if "step" in states[0]:
                 step.copy_(states[0]["step"])
             for state in states:
                 state["step"] = step
-        self.first, self.second = moments[0], moments[-1]
-        self.group = torch.zeros(len(self.exact), dtype=torch.uint8, device=self.exact.device)
-        self.settle(None)
+        group = torch.zeros(len(exact), dtype=torch.uint8, device=exact.device)
+        second = moments[1] if adam else None
+        self.flat = _FlatTensors(exact, low, mean, group, moments[0], second)
+        self.write_groups(None)
 
-    def settle(self, idle: int | None) -> None:
+    def write_groups(self, idle: int | None) -> None:
         """Write each weight's group; weights that got no gradient belong to the idle one."""
         pairs = zip(self.working, self.groups, strict=True)
         used = [idle if idle is not None and p.grad is None else group for p, group in pairs]
-        sizes = torch.tensor(self.sizes)
-        self.group.copy_(torch.tensor(used, dtype=torch.uint8).repeat_interleave(sizes))
+        sizes = torch.tensor([p.numel() for p in self.working])
+        self.flat.group.copy_(torch.tensor(used, dtype=torch.uint8).repeat_interleave(sizes))
 
     def gradients(self) -> Tensor:
         """All gradients in one tensor; they are let go."""
-        found = [
-            torch.zeros_like(p).flatten() if p.grad is None else _flatten(p.grad, p)
-            for p in self.working
-        ]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.working]
         for parameter in self.working:
             parameter.grad = None
-        return torch.cat(found)
+        return _gather_flat(grads, self.working)
 
 
 def _working_copy(net: nn.Module, low: set[str]) -> nn.Module:
     """A copy of the network that shares everything but the weights named, which are bfloat16."""
     shared = [p for k, p in net.named_parameters() if k not in low] + list(net.buffers())
-    made = copy.deepcopy(net, {id(tensor): tensor for tensor in shared})
+    working = copy.deepcopy(net, {id(tensor): tensor for tensor in shared})
     for name in low:
         module, _, leaf = name.rpartition(".")
-        weight = made.get_parameter(name).detach().to(torch.bfloat16)
-        setattr(made.get_submodule(module), leaf, nn.Parameter(weight))
-    return made
+        weight = working.get_parameter(name).detach().to(torch.bfloat16)
+        setattr(working.get_submodule(module), leaf, nn.Parameter(weight))
+    return working
 
 
-def _other_state(
-    net: nn.Module, ema: nn.Module, named: dict[str, nn.Parameter]
-) -> list[tuple[Tensor, Tensor]]:
-    """What the averaged network holds besides trained weights: statistics and counters."""
-    mine, theirs = ema.state_dict(), net.state_dict()
-    return [(mine[k], theirs[k]) for k in mine if k not in named]
+def _gather_flat(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+    """One long tensor, each piece in the order in which its `like` lies in memory."""
+    pairs = zip(tensors, like, strict=True)
+    return torch.cat([_memory_order(t.detach(), other).reshape(-1) for t, other in pairs])
 
 
 def _memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor with its axes in the order in which `like` lies in memory."""
-    last = like.ndim == 4 and not like.is_contiguous()
-    return tensor.permute(0, 2, 3, 1) if last else tensor
+    return tensor.permute(0, 2, 3, 1) if _channels_last(like) else tensor
 
 
-def _flatten(tensor: Tensor, like: Tensor) -> Tensor:
-    return _memory_order(tensor, like).reshape(-1)
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and not tensor.is_contiguous()
 
 
-def _gather_flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_flatten(tensor.detach(), tensor) for tensor in tensors])
+def _scatter_flat(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Make the parameters views of the long tensor."""
+    for parameter, view in zip(parameters, _flat_views(flat, parameters), strict=True):
+        parameter.data = view
 
 
 def _flat_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Slices of the long tensor with the shapes and memory order of `like`."""
-    found = []
+    views = []
     for piece, tensor in zip(flat.split([t.numel() for t in like]), like, strict=True):
         view = piece.view(_memory_order(tensor, tensor).shape)
-        last = tensor.ndim == 4 and not tensor.is_contiguous()
-        found.append(view.permute(0, 3, 1, 2) if last else view)
-    return found
-
-
-def _scatter_flat(flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    for parameter, view in zip(parameters, _flat_views(flat, parameters), strict=True):
-        parameter.data = view
+        views.append(view.permute(0, 3, 1, 2) if _channels_last(tensor) else view)
+    return views
 
 
 def _clip_factor(grads: Sequence[Tensor], clip: float) -> Tensor:
@@ -453,60 +413,31 @@ def _clip_factor(grads: Sequence[Tensor], clip: float) -> Tensor:
     return torch.clamp(clip / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
 
 
-def _adam_update(
-    exact: Tensor,
-    low: Tensor | None,
-    mean: Tensor | None,
+def _update(
+    flat: _FlatTensors,
     grad: Tensor,
-    group: Tensor,
-    scale: Tensor | None,
-    pull: float,
-    keep: Tensor,
-    rate: Tensor,
-    root: Tensor,
-    first: Tensor,
-    second: Tensor,
+    scale: Tensor | None,  # of the gradient, where it is clipped
+    pull: float,  # of the average towards the weights
+    decay: Tensor,  # each group's: AdamW multiplies with it, SGD adds it to the gradient
+    rate: Tensor,  # each group's
+    root: Tensor | None,  # AdamW's correction of the second moment
+    beta: float,  # SGD's momentum
 ) -> None:
-    """AdamW as torch computes it, over one long tensor."""
-    g, place, kind = _scale_gradient(grad, scale, exact.dtype), group.long(), exact.dtype
-    m = first + (g - first) * (1 - 0.9)
-    v = second * 0.999 + (1 - 0.999) * g * g
-    w = exact * keep.to(kind)[place]
-    w = w - rate.to(kind)[place] * m / (v.sqrt() / root.to(kind) + 1e-8)
-    first.copy_(m)
-    second.copy_(v)
-    _store_update(w, exact, low, mean, pull)
-
-
-def _sgd_update(
-    exact: Tensor,
-    low: Tensor | None,
-    mean: Tensor | None,
-    grad: Tensor,
-    group: Tensor,
-    scale: Tensor | None,
-    pull: float,
-    decay: Tensor,
-    rate: Tensor,
-    first: Tensor,
-    beta: float,
-) -> None:
-    """SGD with Nesterov momentum as torch computes it, over one long tensor."""
+    """AdamW, or SGD with Nesterov momentum, as torch computes them, then the average."""
+    exact, low, mean, group, first, second = flat
     place, kind = group.long(), exact.dtype
-    g = _scale_gradient(grad, scale, kind) + decay.to(kind)[place] * exact
-    m = beta * first + g
-    w = exact - rate.to(kind)[place] * (g + beta * m if beta else g)
+    g = grad.to(kind) if scale is None else grad.to(kind) * scale.to(kind)
+    if second is not None and root is not None:
+        m = first + (g - first) * (1 - 0.9)
+        v = second * 0.999 + (1 - 0.999) * g * g
+        w = exact * decay.to(kind)[place]
+        w = w - rate.to(kind)[place] * m / (v.sqrt() / root.to(kind) + 1e-8)
+        second.copy_(v)
+    else:
+        g = g + decay.to(kind)[place] * exact
+        m = beta * first + g
+        w = exact - rate.to(kind)[place] * (g + beta * m if beta else g)
     first.copy_(m)
-    _store_update(w, exact, low, mean, pull)
-
-
-def _scale_gradient(grad: Tensor, scale: Tensor | None, kind: torch.dtype) -> Tensor:
-    return grad.to(kind) if scale is None else grad.to(kind) * scale.to(kind)
-
-
-def _store_update(
-    w: Tensor, exact: Tensor, low: Tensor | None, mean: Tensor | None, pull: float
-) -> None:
     exact.copy_(w)
     if low is not None:
         low.copy_(w)

@@ -1,25 +1,55 @@
-"""One training step and everything it changes; the optimizer and its schedule; predictions."""
+"""One training step and everything that it changes; optimizers and schedule; predictions."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from calmatch import metrics, ops
-from calmatch.augment import normalise
-from calmatch.core import Batch, Method
+from calmatch import augment, metrics, ops
+from calmatch.core import Batch, RandomStream
 from calmatch.data.batches import AugmentedSource, Source, stream_seed
 from calmatch.runs import probabilities
-from calmatch.training import checkpoint
+from calmatch.training.checkpoint import Sums
 from calmatch.training.config import Config
-from calmatch.training.setup import Parts
+from calmatch.training.setup import Parts, allow_recompiles, build_parts
+
+EXEMPT = ("pos_embed", "cls_token")  # as one-dimensional parameters, never decayed
+OFTEN = 20  # evaluations in a run from which compiling them pays
+Values = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses with statistics, and new state
+
+
+def new_training(config: Config, quiet: bool = True) -> Training:
+    """A run before its first step."""
+    parts = build_parts(config)
+    return make_training(config, parts)
+
+
+def make_training(config: Config, parts: Parts) -> Training:
+    """Parts of a run with their objective, optimizer and predictor."""
+    objective: nn.Module = parts.objective(parts.net)
+    cuda = parts.device.type == "cuda"
+    compiled = cuda if config.compile is None else config.compile
+    if compiled:
+        allow_recompiles()
+    if compiled is True:  # the net alone is compiled by the captured step
+        objective.compile(fullgraph=True)
+    if ops.world_size() > 1:
+        objective = nn.parallel.DistributedDataParallel(objective, static_graph=True)
+    rates = (config.lr, config.weight_decay, config.layer_decay)
+    groups = parameter_groups(parts.net, *rates, parts.method.optim)
+    optimizer = build_optimizer(config.optimizer, groups, config.momentum, parts.device)
+    often = config.eval_every > 0 and config.steps / config.eval_every >= OFTEN
+    fast = cuda and often and config.compile is not False
+    bf16 = config.precision == "bf16"
+    predict = Predictor(parts, config.eval_batch, bf16=bf16, compiled=fast)
+    return Training(config, parts, objective, optimizer, predict)
 
 
 @dataclass
@@ -30,150 +60,141 @@ class Training:
     parts: Parts
     objective: nn.Module
     optimizer: torch.optim.Optimizer
-    predict: Predictor
+    predict: Predictor  # for evaluations on the way: as fast as it trains
     step: int = 0
-    sums: checkpoint.Sums = field(default_factory=checkpoint.Sums)
+    sums: Sums = field(default_factory=Sums)
     best: dict[str, Tensor] = field(default_factory=dict)
     best_value: float | None = None
     best_step: int | None = None
     rollbacks: int = 0
 
-    def advance(self, batch: Batch) -> None:
-        """One training step."""
-        self.seed()
+    def advance(self, batch: Batch | None = None) -> None:
+        """One training step, eagerly; by default on the batch that is due."""
+        due = self.parts.batches[self.step] if batch is None else batch
+        self.seed_dropout()
         set_learning_rate(self.optimizer, self.rate(self.step))
-        self.learn(batch)
+        self.learn(lambda: self.objective(due), self._update)
         self.sums.steps += 1
         self.step += 1
 
-    def rate(self, step: int) -> float:
-        """Learning rate of a step relative to the highest; every rollback halves it."""
-        config = self.config
-        full = rate_factor(step, config.steps, config.warmup, config.schedule)
-        return full / float(2**self.rollbacks)
-
-    def seed(self) -> None:
-        """Seed dropout and drop-path; torch.manual_seed spends a millisecond on the rest."""
-        seed = stream_seed(self.config.seed, 6, self.step)
-        torch.default_generator.manual_seed(seed)
-        if self.parts.device.type != "cpu":
-            torch.get_device_module(self.parts.device).manual_seed(seed)
-
-    def learn(self, batch: Batch) -> None:
-        """What a step does on the device: nothing in it depends on the host."""
-        parts = self.parts
-        values, state = self.objective(batch)
+    def learn(self, forward: Callable[[], Values], update: Callable[[], None]) -> None:
+        """What every step does on the device, eager or captured; nothing depends on the host."""
+        values, state = forward()
         values["loss"].backward()
-        parts.method.commit(state)
+        self.parts.method.commit(state)
+        update()
+        self.sums.add(values)
+
+    def _update(self) -> None:
+        """Optimizer and averaged weights, by torch's own kernels."""
+        parts = self.parts
         if self.config.clip:
             nn.utils.clip_grad_norm_(parts.net.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if parts.momentum:
-            pairs = zip(
-                parts.ema.state_dict().values(), parts.net.state_dict().values(), strict=True
-            )
-            ops.update_average(list(pairs), parts.momentum)
-        self.sums.add(values)
+            states = (parts.ema.state_dict().values(), parts.net.state_dict().values())
+            ops.update_average(list(zip(*states, strict=True)), parts.momentum)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step relative to the highest; every rollback halves it."""
+        schedule = (self.config.steps, self.config.warmup, self.config.schedule)
+        return rate_factor(step, *schedule) / float(2**self.rollbacks)
+
+    def seed_dropout(self) -> None:
+        """Seed dropout and drop-path; torch.manual_seed spends a millisecond on the rest."""
+        seed = stream_seed(self.config.seed, RandomStream.DROPOUT, self.step)
+        torch.default_generator.manual_seed(seed)
+        if self.parts.device.type != "cpu":
+            torch.get_device_module(self.parts.device).manual_seed(seed)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by name, for a checkpoint."""
-        found = {f"net/{k}": v for k, v in self.parts.net.state_dict().items()}
-        if self.parts.momentum:
-            found |= {f"ema/{k}": v for k, v in self.parts.ema.state_dict().items()}
-        found |= {f"method/{k}": v for k, v in self.parts.method.state_dict().items()}
-        found |= {f"best/{k}": v for k, v in self.best.items()}
-        found |= {f"sums/{k}": v for k, v in self.sums.totals.items()}
-        for name, parameter in self.parts.net.named_parameters():
+        parts = self.parts
+        groups = {"net": parts.net.state_dict()}
+        groups |= {"ema": parts.ema.state_dict()} if parts.momentum else {}
+        groups |= {"method": parts.method.state_dict(), "best": self.best, "sums": self.sums.totals}
+        state = {f"{group}/{k}": v for group, values in groups.items() for k, v in values.items()}
+        for name, parameter in parts.net.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
-        return found
+                state[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+        return state
 
     def restore(self, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
         """Take up the state of a checkpoint."""
-        held = {k: v.to(self.parts.device) for k, v in tensors.items()}
-        self.parts.net.load_state_dict(_under("net/", held))
-        if self.parts.momentum:
-            self.parts.ema.load_state_dict(_under("ema/", held))
-        self.parts.method.load_state_dict(_under("method/", held))
-        self.best = _under("best/", held)
-        self.sums.totals = {k: v.clone() for k, v in _under("sums/", held).items()}
+        parts, state = self.parts, {k: v.to(self.parts.device) for k, v in tensors.items()}
+
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+        parts.net.load_state_dict(under("net/"))
+        if parts.momentum:
+            parts.ema.load_state_dict(under("ema/"))
+        parts.method.load_state_dict(under("method/"))
+        self.best = under("best/")
+        self.sums.totals = {k: v.clone() for k, v in under("sums/").items()}
         self.step, self.sums.steps = int(note["step"]), int(note["sums"])
         self.best_value, self.best_step = note["best"], note["best_step"]
         self.rollbacks = int(note.get("rollbacks", 0))
-        for name, parameter in self.parts.net.named_parameters():
+        for name, parameter in parts.net.named_parameters():
             # fused steps keep their step count on the parameter's device
-            own = _under(f"optimizer/{name}/", held)
-            for key, value in own.items():  # moments lie in memory as their weights do
+            for key, value in under(f"optimizer/{name}/").items():
+                # moments lie in memory as their weights do
                 like = parameter.detach() if value.shape == parameter.shape else value
                 self.optimizer.state[parameter][key] = torch.empty_like(like).copy_(value)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-
-
 class Predictor:
-    """Predicts pictures with a network, many times while it learns or once when it has.
+    """Predicts images with a network, many times while it learns or once when it has.
 
     Exact by default. `bf16` computes like a bfloat16 run does; `compiled` pays where the same
-    pictures are predicted again and again.
+    images are predicted again and again.
     """
 
     def __init__(
         self,
-        net: nn.Module,
-        method: Method,
-        statistics: tuple[Sequence[float], Sequence[float]],
+        parts: Parts,
         batch: int,
+        net: nn.Module | None = None,  # by default the one that is evaluated
         *,
         bf16: bool = False,
         compiled: bool = False,
     ) -> None:
-        self.net, self.method, self.batch, self.bf16 = net, method, batch, bf16
-        weight = next(net.parameters())
-        self.mean, self.std = (
-            torch.tensor(v, device=weight.device, dtype=weight.dtype) for v in statistics
-        )
-        self.compiled = compiled
+        self.net, self.method = net or parts.evaluated, parts.method
+        like = next(self.net.parameters())
+        self.mean, self.std = (like.new_tensor(values) for values in parts.statistics)
+        self.batch, self.bf16, self.compiled = batch, bf16, compiled
         self.forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
 
     @torch.inference_mode()
-    def __call__(self, pictures: Source | AugmentedSource) -> Tensor:
+    def __call__(self, source: Source | AugmentedSource) -> Tensor:
         """Log-probabilities [N, C] in float32 on the CPU."""
         training = self.net.training
         self.net.eval()
-        found = []
-        for some in pictures.batches(self.batch):
+        outputs = []
+        for some in source.batches(self.batch):
             missing = self.batch - len(some) if self.compiled else 0  # one shape, one graph
             full = torch.cat([some, some.new_zeros(missing, *some.shape[1:])]) if missing else some
-            found.append(self.forward(full)[: len(some)])
+            outputs.append(self.forward(full)[: len(some)])
         self.net.train(training)
-        return torch.cat(found).cpu()
+        return torch.cat(outputs).cpu()
 
-    def _forward(self, pictures: Tensor) -> Tensor:
-        images = normalise(pictures, self.mean, self.std)
+    def _forward(self, pixels: Tensor) -> Tensor:
+        images = augment.normalise(pixels, self.mean, self.std)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
             return self.method.predict(self.net, images).float()
 
 
-def predict_source(
-    net: nn.Module,
-    method: Method,
-    pictures: Source | AugmentedSource,
-    statistics: tuple[Sequence[float], Sequence[float]],
-    batch: int,
+def predict(
+    parts: Parts, source: Source | AugmentedSource, batch: int, net: nn.Module | None = None
 ) -> Tensor:
-    """Exact log-probabilities [N, C] in float32 on the CPU."""
-    return Predictor(net, method, statistics, batch)(pictures)
+    """Exact log-probabilities [N, C] in float32 on the CPU, of the run's or another network."""
+    return Predictor(parts, batch, net)(source)
 
 
 def measure(log_probs: Tensor, labels: Tensor, resamples: int = 0) -> dict[str, metrics.Interval]:
     """Every metric of the predictions."""
     return metrics.summary(probabilities(log_probs), labels, resamples=resamples)
-
-
-EXEMPT = ("pos_embed", "cls_token")  # as one-dimensional parameters, never decayed
 
 
 def rate_factor(step: int, steps: int, warmup: int, schedule: str = "cosine") -> float:
@@ -187,7 +208,7 @@ def rate_factor(step: int, steps: int, warmup: int, schedule: str = "cosine") ->
 
 
 def layer_depths(names: list[str]) -> dict[str, int]:
-    """Depth of each parameter, 0 nearest the picture.
+    """Depth of each parameter, 0 nearest the image.
 
     What comes before the numbered blocks is 0, block i is i + 1, what comes after is one more; a
     transformer's final `norm` joins its last block.
@@ -195,41 +216,32 @@ def layer_depths(names: list[str]) -> dict[str, int]:
     >>> layer_depths(["stem.w", "blocks.0.w", "blocks.1.w", "norm.w", "head.w"])
     {'stem.w': 0, 'blocks.0.w': 1, 'blocks.1.w': 2, 'norm.w': 2, 'head.w': 3}
     """
-    depth: dict[str, int] = {}
-    blocks: list[str] = []
     if len({name.split(".")[0] for name in names}) == 1 and all("." in name for name in names):
-        inner = layer_depths(
-            [name.partition(".")[2] for name in names]
-        )  # a wrapper around the network
-        return {name: inner[name.partition(".")[2]] for name in names}
+        # a wrapper around the network
+        inner = layer_depths([name.partition(".")[2] for name in names])
+        return dict(zip(names, inner.values(), strict=True))
+    depth: dict[str, int] = {}
+    blocks: dict[str, int] = {}  # in order, with their depths
     for name in names:
-        if found := re.match(r"(.*?\.\d+)\.", name):
-            if found[1] not in blocks:
-                blocks.append(found[1])
-            depth[name] = blocks.index(found[1]) + 1
-        elif name.startswith("norm."):
-            depth[name] = len(blocks)
+        if match := re.match(r"(.*?\.\d+)\.", name):
+            depth[name] = blocks.setdefault(match[1], len(blocks) + 1)
         else:
-            depth[name] = len(blocks) + 1 if blocks else 0
+            last = not name.startswith("norm.")
+            depth[name] = len(blocks) + 1 if last and blocks else len(blocks)
     return depth
 
 
 def layer_rates(
-    shapes: Mapping[str, int],
-    weight_decay: float,
-    layer_decay: float,
-    exempt: Collection[str] = (),
+    shapes: Mapping[str, int], weight_decay: float, layer_decay: float, exempt: Collection[str] = ()
 ) -> dict[str, tuple[float, float]]:
     """Relative learning rate and weight decay of each body parameter, given its dimensions."""
     depth = layer_depths(list(shapes))
     top = max(depth.values())
-    return {
-        name: (
-            layer_decay ** (top - depth[name]),
-            0.0 if dims <= 1 or name.split(".")[-1] in EXEMPT or name in exempt else weight_decay,
-        )
-        for name, dims in shapes.items()
-    }
+    rates = {}
+    for name, dims in shapes.items():
+        plain = dims <= 1 or name.split(".")[-1] in EXEMPT or name in exempt
+        rates[name] = (layer_decay ** (top - depth[name]), 0.0 if plain else weight_decay)
+    return rates
 
 
 def parameter_groups(
@@ -244,20 +256,18 @@ def parameter_groups(
     exempt: Collection[str] = getattr(net.get_submodule("body"), "no_weight_decay", tuple)()
     dims = {k[5:]: p.ndim for k, p in body.items()}
     plain = layer_rates(dims, weight_decay, layer_decay, exempt)
-    found: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     for name, parameter in net.named_parameters():
-        if not parameter.requires_grad:
-            continue
         if name in body:
             scale, decay = plain[name[5:]]
-            found[lr * scale, decay].append(parameter)
-        else:
+            groups[lr * scale, decay].append(parameter)
+        elif parameter.requires_grad:
             own = special.get(name.split(".")[1], {})
             decay = own.get("weight_decay", 0.0 if parameter.ndim <= 1 else weight_decay)
-            found[own.get("lr", lr), decay].append(parameter)
+            groups[own.get("lr", lr), decay].append(parameter)
     return [
         {"params": params, "peak": peak, "lr": torch.tensor(peak), "weight_decay": decay}
-        for (peak, decay), params in found.items()
+        for (peak, decay), params in groups.items()
     ]
 
 
@@ -270,10 +280,9 @@ def build_optimizer(
     if name == "sgd":
         nesterov = momentum > 0
         return torch.optim.SGD(parameters, momentum=momentum, nesterov=nesterov, fused=True)
+    settings: Any = {"betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
     capturable = device.type == "cuda"  # the step may be captured as a graph
-    return torch.optim.AdamW(
-        parameters, betas=(0.9, 0.999), eps=1e-8, fused=True, capturable=capturable
-    )
+    return torch.optim.AdamW(parameters, **settings, capturable=capturable)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, relative: float) -> None:

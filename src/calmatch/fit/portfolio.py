@@ -1,0 +1,501 @@
+"""Classifiers on features of a frozen network: logistic regression, and a transductive student.
+
+The student is a linear layer distilled from two teachers that see all images at once: soft k-means
+from the labelled means in several whitened spaces (as PT-MAP and its kin), and label propagation
+over the graph of neighbours (Zhou et al., 2004). No balance of classes is assumed. Constants were
+fixed over ten datasets together, none for one of them (research/zoo.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.optimize import minimize
+from torch import Tensor, nn
+
+from calmatch import augment, console, nets, ops
+from calmatch.data import images as stored
+from calmatch.data.images import Images
+from calmatch.training.checkpoint import digest_tensors
+
+Array = NDArray[np.float32]
+COMPONENTS = (20, 40, 64, 100)  # principal components: one soft k-means each
+SHRINKAGE = 0.1  # share of the mean variance that is added before whitening
+SHARPNESS = 2.5  # times sqrt(d): the cosine of two random vectors deviates by 1 / sqrt(d)
+ROUNDS, STEP, LABEL_WEIGHT = 30, 0.3, 3.0  # of soft k-means
+NEIGHBOURS, DIFFUSION, DIFFUSION_ROUNDS = 10, 0.9, 60  # of label propagation
+STAGES = 0.5  # length of the earlier stages' features relative to the last layer's
+DECAY = 3e-2  # weight decay of the student
+MOST = 6000  # unlabelled images the teachers see: a graph of all would be quadratic
+
+
+class Features(NamedTuple):
+    """What a frozen network says of images; a list entry for each view."""
+
+    last: Sequence[Array]  # each [n, D], before the classifier
+    stages: Sequence[Array] | None = None  # each [n, M]: means and log deviations of earlier maps
+
+    def some(self, rows: Any) -> Features:
+        """Only these images."""
+        return Features(
+            [view[rows] for view in self.last],
+            None if self.stages is None else [view[rows] for view in self.stages],
+        )
+
+
+@dataclass
+class Embedding:
+    """Power transform, mean over views, principal components of the pool, whitened unit vectors."""
+
+    stage_mean: Array
+    stage_scale: Array
+    stage_weight: float
+    mean: Array
+    axes: Array  # [D + M, d]
+    variance: Array  # [d]
+    components: tuple[int, ...]
+
+    @classmethod
+    def fit(cls, pool: Features, components: Sequence[int] = COMPONENTS) -> Embedding:
+        """From all images of the pool, labelled or not."""
+        last = _last(pool)
+        none = np.zeros(0, np.float32)
+        self = cls(none, none, 0.0, none, none, none, ())
+        if pool.stages is not None:
+            stages = np.mean(pool.stages, 0)
+            self.stage_mean, self.stage_scale = stages.mean(0), stages.std(0) + 1e-6
+            self.stage_weight = STAGES * float(np.sqrt(last.var(0).sum()))
+        joined = self._join(pool)
+        self.mean = joined.mean(0)
+        centred, n = joined - self.mean, len(joined)
+        most = max(1, min(max(components), n - 1, joined.shape[1]))
+        wide = n <= joined.shape[1]
+        values, vectors = np.linalg.eigh(centred @ centred.T if wide else centred.T @ centred)
+        values, vectors = np.maximum(values[::-1][:most], 1e-12), vectors[:, ::-1][:, :most]
+        self.axes = centred.T @ vectors / np.sqrt(values) if wide else vectors
+        self.axes, self.variance = self.axes.astype(np.float32), (values / n).astype(np.float32)
+        self.components = tuple(sorted({min(d, most) for d in components}))
+        return self
+
+    def spaces(self, features: Features) -> list[Array]:
+        """Whitened unit vectors [n, d] for each number of components, the widest last."""
+        projected = (self._join(features) - self.mean) @ self.axes
+        return [_unit(projected[:, :d] * self.scale(d)) for d in self.components]
+
+    def scale(self, d: int) -> Array:
+        """What each of the first d components is multiplied with."""
+        variance = self.variance[:d]
+        return np.asarray(1 / np.sqrt(variance + SHRINKAGE * variance.mean()), np.float32)
+
+    def _join(self, features: Features) -> Array:
+        last = _last(features)
+        if features.stages is None:
+            return last
+        stages = np.mean(features.stages, 0)
+        scaled = _unit((stages - self.stage_mean) / self.stage_scale)
+        return np.concatenate([last, self.stage_weight * scaled], 1)
+
+
+def _last(features: Features) -> Array:
+    return _unit(np.mean([_unit(np.sqrt(np.maximum(view, 0))) for view in features.last], 0))
+
+
+def _unit(rows: Any) -> Array:
+    length = np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+    return np.asarray(rows / length, np.float32)
+
+
+def softmax(logits: Any) -> Array:
+    """Of each row."""
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(exps / exps.sum(1, keepdims=True), np.float32)
+
+
+def student_input(spaces: Sequence[Array]) -> Array:
+    """The widest space, scaled to unit variance a dimension."""
+    return spaces[-1] * np.float32(np.sqrt(spaces[-1].shape[1]))
+
+
+class Teachers:
+    """Soft k-means and label propagation over one pool; labels may be left out at will."""
+
+    def __init__(self, spaces: Sequence[Array], classes: int) -> None:
+        self.spaces, self.classes = spaces, classes
+        self.graph = _neighbour_graph(spaces)
+        self.inputs = student_input(spaces)
+
+    def student(self, rows: NDArray[Any], labels: NDArray[Any]) -> Array:
+        """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
+        targets = np.eye(self.classes, dtype=np.float32)[labels]
+        rest = np.setdiff1d(np.arange(len(self.inputs)), rows)
+        clusters = [_soft_kmeans(space, targets, rows, rest) for space in self.spaces]
+        taught = (np.mean(clusters, 0) + self._propagate(targets, rows)) / 2
+        taught[rows] = targets
+        return fit_linear(self.inputs, taught, DECAY)
+
+    def _propagate(self, targets: Array, rows: NDArray[Any]) -> Array:
+        """(I - alpha S)^-1 Y: each class starts with the same mass; rows are normalised."""
+        start = np.zeros((self.graph.shape[0], self.classes), np.float32)
+        start[rows] = targets / np.maximum(targets.sum(0), 1)
+        mass = start
+        for _ in range(DIFFUSION_ROUNDS):
+            mass = start + DIFFUSION * (self.graph @ mass)
+        mass = np.maximum(mass, 1e-9)
+        return np.asarray(mass / mass.sum(1, keepdims=True), np.float32)
+
+
+def _soft_kmeans(space: Array, targets: Array, rows: NDArray[Any], rest: NDArray[Any]) -> Array:
+    """Probabilities by prototypes: class means, then rounds of soft assignment of the others."""
+    sharp = SHARPNESS * np.sqrt(space.shape[1])
+    sums, counts = LABEL_WEIGHT * targets.T @ space[rows], LABEL_WEIGHT * targets.sum(0)
+    prototypes, free = _unit(sums / np.maximum(counts, 1)[:, None]), space[rest]
+    for _ in range(ROUNDS if len(free) else 0):
+        weights = softmax(sharp * free @ prototypes.T)
+        means = (sums + weights.T @ free) / np.maximum(counts + weights.sum(0), 1e-9)[:, None]
+        prototypes = _unit((1 - STEP) * prototypes + STEP * _unit(means))
+    return softmax(sharp * space @ prototypes.T)
+
+
+def _neighbour_graph(spaces: Sequence[Array], block: int = 1024) -> Any:
+    """Normalised graph of the nearest neighbours, weights cos³ summed over the spaces."""
+    n = len(spaces[0])
+    k, weight = max(1, min(NEIGHBOURS, n - 1)), sparse.csr_matrix((n, n), dtype=np.float32)
+    for space in spaces:
+        for start in range(0, n, block):
+            near = space[start : start + block] @ space.T
+            rows = np.arange(len(near))
+            near[rows, start + rows] = -1
+            chosen = np.argpartition(-near, k - 1, 1)[:, :k]
+            value = np.maximum(np.take_along_axis(near, chosen, 1), 0) ** 3
+            place = (np.repeat(start + rows, k), chosen.ravel())
+            weight = weight + sparse.csr_matrix((value.ravel(), place), shape=(n, n))
+    weight = weight.maximum(weight.T)
+    root = sparse.diags(1 / np.sqrt(np.asarray(weight.sum(1)).ravel() + 1e-8))
+    return (root @ weight @ root).tocsr().astype(np.float32)
+
+
+def fit_linear(inputs: Array, targets: Array, decay: float, rounds: int = 60) -> Array:
+    """Multinomial regression on soft targets [n, C]: weights [d + 1, C], the bias last."""
+    n, d = inputs.shape
+    classes = targets.shape[1]
+    rows = np.concatenate([inputs, np.ones((n, 1), np.float32)], 1).astype(np.float32)
+
+    def loss(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        weights = flat.reshape(d + 1, classes).astype(np.float32)
+        logits = rows @ weights
+        top = logits.max(1, keepdims=True)
+        total = top + np.log(np.exp(logits - top).sum(1, keepdims=True))
+        slope = rows.T @ (np.exp(logits - total) - targets) / n
+        slope[:-1] += decay * weights[:-1]
+        value = (targets * (total - logits)).sum() / n + decay / 2 * (weights[:-1] ** 2).sum()
+        return float(value), slope.ravel().astype(np.float64)
+
+    start = np.zeros((d + 1) * classes)
+    best = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": rounds})
+    return np.asarray(best.x.reshape(d + 1, classes), np.float32)
+
+
+AGREEMENT = (1.499, 0.670, -0.465, -0.127)  # see `accuracy_by_agreement`; fitted over ten datasets
+AGREEMENT_SD = 0.02  # its weight against the out-of-fold residuals
+ESTIMATE_SD = 0.13  # error of the estimate on datasets left out, in units of sqrt(p (1 - p))
+FOLDS, REPEATS, HALVINGS = 4, 2, 4
+HEAT = (0.05, 20.0)  # temperatures, as post-hoc scaling allows
+STRENGTHS = np.logspace(-4, 0, 5)  # C of logistic regression
+
+
+class Candidate(NamedTuple):
+    """A way to classify, and what labels it has not seen say of it."""
+
+    name: str
+    weights: Array  # [d + 1, C], the bias last
+    embedded: bool  # on the embedding; False: on plain features
+    log_probs: Array  # [n, C] out of fold, of the labels that were held out
+    labels: NDArray[np.int64]  # [n]
+    rows: NDArray[np.int64]  # [n] in the pool
+    temperature: float
+    error: tuple[float, float, float]  # estimated, with the ends of its 95 % interval
+
+    @property
+    def losses(self) -> Array:
+        """Log-loss of each held-out label after calibration."""
+        logits = self.log_probs / self.temperature
+        logits = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        return np.asarray(-logits[np.arange(len(self.labels)), self.labels], np.float32)
+
+
+def fit_transductive(
+    teachers: Teachers, rows: NDArray[Any], labels: NDArray[Any], bar: Any
+) -> Candidate:
+    """The student of all labels, evaluated by students of fewer: out of fold, and of halves."""
+    inputs, classes = teachers.inputs, teachers.classes
+    weights = teachers.student(rows, labels)
+    bar.advance(1)
+    free = np.setdiff1d(np.arange(len(inputs)), rows)
+    free = free if len(free) else rows
+    probs, places = [], []
+    for repeat in range(REPEATS):
+        fold = _folds_of(labels, repeat)
+        for number in range(FOLDS):
+            out = np.flatnonzero(fold == number)
+            if len(out):
+                rest = fold != number
+                own = teachers.student(rows[rest], labels[rest])
+                probs.append(softmax(inputs[rows[out]] @ own[:-1] + own[-1]))
+                places.append(out)
+            bar.advance(1)
+    agreements = []
+    for repeat in range(HALVINGS):
+        guesses = []
+        for side in _halves_of(labels, repeat):
+            own = teachers.student(rows[side], labels[side])
+            guesses.append((inputs[free] @ own[:-1] + own[-1]).argmax(1))
+            bar.advance(1)
+        agreements.append((guesses[0] == guesses[1]).mean())
+    accuracy = accuracy_by_agreement(float(np.mean(agreements)), classes, len(labels) / classes)
+    pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
+    return _evaluated("transductive", weights, True, probs, places, rows, labels, pool, accuracy)
+
+
+def accuracy_by_agreement(agreement: float, classes: int, labels_a_class: float) -> float:
+    """The accuracy that an agreement of two students stands for, which share no label.
+
+    logit(accuracy) = a + b logit(agreement) + c log(classes) + d log(labels a class / 4); Jiang et
+    al. (2022) have accuracy equal agreement, for networks that differ in their seeds alone.
+    """
+    a, b, c, d = AGREEMENT
+    share = min(max(agreement, 0.003), 0.997)
+    x = a + b * np.log(share / (1 - share)) + c * np.log(np.clip(classes, 2, 20))
+    x += d * np.log(np.clip(labels_a_class, 2, 25) / 4)
+    return float(1 / (1 + np.exp(-x)))
+
+
+def _evaluated(
+    name: str,
+    weights: Array,
+    embedded: bool,
+    probs: list[Array],
+    places: list[NDArray[Any]],
+    rows: NDArray[Any],
+    labels: NDArray[Any],
+    pool: Array,
+    accuracy: float | None,
+) -> Candidate:
+    """Temperature and error: the agreement's word, corrected by labels that were held out."""
+    classes = pool.shape[1]
+    held, place = np.concatenate(probs), np.concatenate(places)
+    hits = held.argmax(1) == labels[place]
+    n = len(np.unique(place))
+    if accuracy is None:  # without an agreement the labels alone speak, with one for each side
+        accuracy = (hits.mean() * n + 1) / (n + 2)
+        sd = float(np.sqrt(accuracy * (1 - accuracy) / n))
+    else:
+        top = temper(held, matching_temperature(pool, accuracy)).max(1)
+        variance = max(float((top * (1 - top)).mean()), 0.01) / n
+        share = AGREEMENT_SD**2 / (AGREEMENT_SD**2 + variance)
+        accuracy += share * float((hits - top).mean())
+        accuracy = float(np.clip(accuracy, 1 / classes, 0.998))
+        sd = ESTIMATE_SD * float(np.sqrt(max(accuracy * (1 - accuracy), 0.01)))
+    temperature = matching_temperature(pool, float(accuracy))
+    once = np.unique(place)
+    mean = np.stack([held[place == k].mean(0) for k in once])
+    error = 1 - float(accuracy)
+    ends = max(0.0, error - 1.96 * sd), min(1.0, error + 1.96 * sd)
+    log_probs = np.log(np.clip(mean, 1e-6, 1))
+    return Candidate(
+        name, weights, embedded, log_probs, labels[once], rows[once], temperature, (error, *ends)
+    )
+
+
+def temper(probs: Array, temperature: float) -> Array:
+    """Probabilities at a temperature."""
+    return softmax(np.log(np.clip(probs, 1e-6, 1)) / temperature)
+
+
+def matching_temperature(probs: Array, confidence: float) -> float:
+    """The temperature at which the mean top confidence is as asked for."""
+    low, high = np.log(HEAT)
+    for _ in range(40):
+        middle = (low + high) / 2
+        sure = float(temper(probs, float(np.exp(middle))).max(1).mean()) > confidence
+        low, high = (middle, high) if sure else (low, middle)
+    return float(np.exp((low + high) / 2))
+
+
+def fit_logistic(
+    features: Features, rows: NDArray[Any], labels: NDArray[Any], classes: int, bar: Any
+) -> Candidate:
+    """Logistic regression on standardised features of the plain view, C by cross-validation."""
+    plain = features.last[0].astype(np.float32)
+    mean, std = plain.mean(0), plain.std(0) + 1e-6
+    inputs = (plain - mean) / std
+    targets = np.eye(classes, dtype=np.float32)[labels]
+    fold = _folds_of(labels, 0)
+    probs: dict[float, list[Array]] = {float(c): [] for c in STRENGTHS}
+    places = []
+    for number in range(FOLDS):
+        out, rest = np.flatnonzero(fold == number), fold != number
+        if len(out):
+            places.append(out)
+            for c in probs:
+                own = fit_linear(inputs[rows[rest]], targets[rest], 1 / (c * rest.sum()))
+                probs[c].append(softmax(inputs[rows[out]] @ own[:-1] + own[-1]))
+        bar.advance(1)
+    truth = labels[np.concatenate(places)]
+
+    def loss(c: float) -> float:
+        held = np.concatenate(probs[c])
+        return float(-np.log(np.clip(held[np.arange(len(truth)), truth], 1e-9, 1)).mean())
+
+    best = min(probs, key=loss)
+    weights = fit_linear(inputs[rows], targets, 1 / (best * len(rows)))
+    free = np.setdiff1d(np.arange(len(inputs)), rows)
+    pool = softmax(inputs[free if len(free) else rows] @ weights[:-1] + weights[-1])
+    folded = np.concatenate([weights[:-1] / std[:, None], weights[-1:]])
+    folded[-1] -= mean @ folded[:-1]
+    return _evaluated(
+        "logistic regression", folded, False, probs[best], places, rows, labels, pool, None
+    )
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate:
+    """The first, unless another's log-loss is lower by more than its noise."""
+    best = candidates[0]
+    for other in candidates[1:]:
+        shared, mine, theirs = np.intersect1d(best.rows, other.rows, return_indices=True)
+        difference = best.losses[mine] - other.losses[theirs]
+        if len(shared) < 2:
+            continue
+        noise = 2 * float(difference.std(ddof=1)) / np.sqrt(len(shared))
+        if float(difference.mean()) > noise:
+            best = other
+    return best
+
+
+def _folds_of(labels: NDArray[Any], seed: int) -> NDArray[np.int64]:
+    """Stratified folds; a class of one label is never held out (-1), small ones start anywhere."""
+    random, fold = np.random.default_rng(seed), np.full(len(labels), -1)
+    for c in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == c))
+        if len(rows) > 1:
+            start = random.integers(FOLDS) if len(rows) < FOLDS else 0
+            fold[rows] = (np.arange(len(rows)) + start) % FOLDS
+    return fold
+
+
+def _halves_of(labels: NDArray[Any], seed: int) -> NDArray[np.bool_]:
+    """Two disjoint halves of every class's labels; a class of one label is in both."""
+    random, sides = np.random.default_rng(seed), np.zeros((2, len(labels)), bool)
+    for c in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == c))
+        half = len(rows) // 2
+        sides[0, rows[:half] if half else rows] = True
+        sides[1, rows[half:]] = True
+    return sides
+
+
+BLOCK = 512  # images whose features are kept together: what an interruption may cost
+
+
+class Extractor(NamedTuple):
+    """A network with its own input, and the views of an image whose features are averaged."""
+
+    net: str  # the spec
+    body: nn.Module
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    views: tuple[augment.View, ...]
+    device: torch.device
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Features and stage features of uint8 images [B, 3, size, size], a list entry a view."""
+        mean, std = (torch.tensor(v, device=self.device) for v in (self.mean, self.std))
+        pairs = []
+        for view in self.views:
+            some = augment.normalise(view(pixels.to(self.device)), mean, std)
+            pairs.append(
+                nets.pooled_features(self.body, some.contiguous(memory_format=torch.channels_last))
+            )
+        return [last for last, _ in pairs], [stages for _, stages in pairs]
+
+
+def load_extractor(net: str, size: int | None, device: torch.device) -> Extractor:
+    """The network in its evaluation mode, shown images as it was pretrained on."""
+    ops.keep_freed_memory()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of a network that is not pretrained
+        body = nets.build(net, 2, size or 224).eval().to(device)
+    body = body.to(memory_format=torch.channels_last).requires_grad_(False)
+    own = nets.input_of(body)
+    return Extractor(net, body, size or own.size, own.mean, own.std, (augment.PLAIN,), device)
+
+
+def time_image(extractor: Extractor, images: int = 16) -> float:
+    """Seconds of one view of one image."""
+    size = extractor.size
+    pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8)
+    seconds = 0.0
+    for _ in range(2):  # the first time is slower
+        began = time.perf_counter()
+        extractor(pixels)[0][0].sum().item()
+        seconds = time.perf_counter() - began
+    return seconds / images / len(extractor.views)
+
+
+def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:
+    """Features of all images, from the cache where they are there."""
+    last, stages = extractor(stored.take_images(images, torch.tensor([0])))
+    widths = last[0].shape[1], stages[0].shape[1]
+    key, views = _key(extractor, images), len(extractor.views)
+    blocks = []
+    with console.ProgressBar("features", len(images), 0, quiet, unit="pictures") as bar:
+        for start in range(0, len(images), BLOCK):
+            rows = torch.arange(start, min(start + BLOCK, len(images)))
+            shape = (len(rows), views, sum(widths))
+            fill = functools.partial(_fill, extractor, images, rows, bar)
+            block = stored.cached_array(f"features-{key}-{start // BLOCK}", shape, fill, np.float16)
+            blocks.append(block.tensor.numpy().astype(np.float32))
+            bar.update(int(rows[-1]) + 1)
+    joined = np.concatenate(blocks)
+    parts = [(joined[:, k, : widths[0]], joined[:, k, widths[0] :]) for k in range(views)]
+    return Features([a for a, _ in parts], [b for _, b in parts] if widths[1] else None)
+
+
+def _fill(
+    extractor: Extractor,
+    images: Images,
+    rows: Tensor,
+    bar: console.ProgressBar,
+    features: NDArray[Any],
+) -> None:
+    size = nets.batch_size(extractor.device)
+    for start in range(0, len(rows), size):
+        last, stages = extractor(stored.take_images(images, rows[start : start + size]))
+        joined = torch.stack([torch.cat(pair, 1) for pair in zip(last, stages, strict=True)], 1)
+        features[start : start + size] = joined.cpu().numpy()
+        bar.update(int(rows[0]) + start + len(joined))
+
+
+def _key(extractor: Extractor, images: Images) -> str:
+    """Everything that features depend on."""
+    state = {k: v.cpu() for k, v in extractor.body.state_dict().items()}
+    facts = (digest_tensors(state), extractor.size, extractor.mean, extractor.std, extractor.views)
+    total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    if isinstance(images, stored.ImageFiles):
+        total.update(stored.stamp_files(images).encode())
+    elif isinstance(images, stored.CachedImages):
+        total.update(images.key.encode() + images.rows.numpy().tobytes())
+    else:
+        total.update(images.contiguous().numpy().tobytes())
+    return total.hexdigest()

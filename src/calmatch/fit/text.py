@@ -1,0 +1,117 @@
+"""What `fit` says to a person: what it was given and tried, how good it is, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from calmatch.data.folder import ImageFolder
+from calmatch.fit.crossval import Calibration, HeldOut
+from calmatch.fit.portfolio import Candidate
+from calmatch.runs import Predicted, Run, most_informative, probabilities
+
+SHOWN = 5
+FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
+
+
+def describe_candidates(candidates: Sequence[Candidate], best: Candidate) -> list[str]:
+    """A small table: what was tried, and what labels it had not seen say of it."""
+    lines = [f"  {'candidate':<22} {'wrong, %':>9} {'log-loss':>9}   of held-out labels"]
+    for one in candidates:
+        wrong = 100 * float((one.log_probs.argmax(1) != one.labels).mean())
+        kept = "   kept" if one is best else ""
+        lines.append(f"  {one.name:<22} {wrong:>9.1f} {float(one.losses.mean()):>9.3f}{kept}")
+    return lines
+
+
+def describe_folder(found: ImageFolder, side: int) -> str:
+    """The pictures in two sentences, and what was skipped."""
+    labels = len(found.known)
+    low, high = min(found.counts), max(found.counts)
+    each = f"{low} each" if low == high else f"{low} to {high} each"
+    lines = [
+        f"  {len(found.names):,} pictures, about {side} pixels; {labels:,} labels in "
+        f"{len(found.classes)} classes ({each}); {found.labels.count(-1):,} unlabelled."
+    ]
+    return "\n".join(lines + describe_skipped(found))
+
+
+def describe_skipped(found: ImageFolder) -> list[str]:
+    """Files that were left out, the first few by name."""
+    if not found.skipped:
+        return []
+    lines = [f"  {len(found.skipped)} files skipped (--strict refuses them instead):"]
+    lines += [f"    {item.file}: {item.reason}" for item in found.skipped[:SHOWN]]
+    if len(found.skipped) > SHOWN:
+        lines.append(f"    and {len(found.skipped) - SHOWN} more, all in result.json")
+    return lines
+
+
+def describe_calibration(calibration: Calibration, before: Tensor, labels: Tensor) -> str:
+    """How far confidence can be believed, as far as the labels show it."""
+    n = len(labels)
+    was, now = (float(probabilities(z).amax(1).mean()) for z in (before, calibration.log_probs))
+    right = 1 - calibration.after["error"].value
+    text = (
+        f"On these labels it was {now:.0%} confident and {right:.0%} right on average "
+        f"({was:.0%} confident before calibration)."
+    )
+    ece = calibration.after["ece"]
+    if n < FEW:
+        return f"{text} {n} labels are too few to measure calibration more closely."
+    return (
+        f"{text} Its confidence is off by {100 * ece.value:.1f} points (ECE; 95 % interval "
+        f"{100 * ece.low:.1f} to {100 * ece.high:.1f})."
+    )
+
+
+def describe_result(
+    run: Run, held: HeldOut, calibration: Calibration, found: ImageFolder, asked: Predicted | None
+) -> str:
+    """The result in plain words, and the next commands."""
+    error = calibration.after["error"]
+    number = run.result.images["test"]
+    lines = [
+        "",
+        f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
+        f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
+        f"labels that the evaluated models had not seen).",
+        describe_calibration(calibration, held.log_probs, held.labels),
+        describe_promise(calibration),
+        *describe_skipped(found),
+    ]
+    if asked is not None and len(asked.log_probs):
+        best = most_informative(asked.log_probs, SHOWN).tolist()
+        names = [asked.files[k] for k in best] if asked.files is not None else []
+        lines += ["", "These labels would teach it most:", *(f"  {name}" for name in names)]
+    folder = run.folder
+    lines += [
+        "",
+        "Next:",
+        f"  calmatch predict {folder} PICTURES -o out.csv   class and confidence of any pictures",
+        f"  calmatch export {folder} --to onnx              the model for other programs",
+        f"  calmatch report {folder}                        a page: what it is good and bad at",
+    ]
+    return "\n".join(lines)
+
+
+def describe_promise(calibration: Calibration) -> str:
+    """When it answers, or what is missing before it may promise."""
+    chosen = calibration.selective
+    if chosen.threshold is not None:
+        return (
+            f"Where its confidence is {chosen.threshold:.2f} or more ({chosen.coverage:.0%} of the "
+            f"held-out labels), it is right at least {chosen.accuracy:.0%} of the time, with "
+            f"{chosen.certainty:.0%} certainty; below, it says: not sure."
+        )
+    wanted = f"{chosen.accuracy:.0%} accuracy with {chosen.certainty:.0%} certainty"
+    if chosen.missing:
+        return (
+            f"It cannot promise {wanted} at any confidence yet: that needs at least "
+            f"{chosen.missing} more evaluated labels. Until then every answer is marked not sure."
+        )
+    return (
+        f"It cannot promise {wanted} at any confidence: even its surest answers are wrong too "
+        f"often. More labels help. Until then every answer is marked not sure."
+    )

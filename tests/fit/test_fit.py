@@ -1,0 +1,261 @@
+"""`calmatch fit` as a person uses it: one line, a plain answer, and what goes wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import calmatch.fit as fits
+from calmatch import console
+from calmatch.cli import main
+from calmatch.fit import crossval
+from calmatch.model import load_model
+from calmatch.training.config import Config
+from calmatch.training.loop import _resume, train_together
+from calmatch.training.step import new_training
+from pictures import accuracy, blobs, fit_into, options
+
+
+def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys):
+    root = blobs(tmp_path / "pics")
+    (root / "kind 0" / "broken.png").write_bytes(b"rubbish")
+    run = str(tmp_path / "run")
+    words = ["fit", str(root), "--out", run, "--net", "tiny", "--size", "16", "--frozen"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    for line in ("1/5 reading pictures", "4/5 evaluating", "transductive", "logistic regression"):
+        assert line in said.err
+    for line in ("Of 100 new pictures", "95 % interval", "cannot promise", "calmatch predict"):
+        assert line in said.out
+    assert "broken.png" in said.out
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    arrays = {"predictions.npz", "unlabelled.npz", "examples.npz"}
+    papers = {"config.json", "environment.json", "fit.json"}
+    assert names >= arrays | papers | {"model.safetensors", "model.json", "report.html"}
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["evaluated_on"] == "crossfit"
+    assert result["title"] == "3 classes from 15 labels: pics"
+    assert result["best_on_test"] is None  # no number of the training set is shown as a result
+    assert result["skipped"][0][0] == "kind 0/broken.png"
+    with np.load(tmp_path / "run" / "predictions.npz") as arrays:
+        assert len(arrays["files"]) == len(arrays["labels"]) == len(arrays["log_probs"]) == 15
+        named = [name.split("/")[0] for name in arrays["files"]]
+        assert named == [f"kind {label}" for label in arrays["labels"]]
+    assert main(words) == 0
+    assert "finished already" in capsys.readouterr().err
+    assert main([*words, "--seed", "1"]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert main(["predict", run, str(root), "-o", str(tmp_path / "out.csv")]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 75
+    assert main(["report", run]) == 0
+    assert accuracy(tmp_path / "run") > 0.8
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nowhere"], "There is no folder"),
+        (["pics", "--minutes", "0"], "--minutes must be more than 0"),
+        (["pics", "--method", "freematsch"], "Did you mean 'freematch'"),
+        (["pics", "--labels", "no.csv"], "Cannot read"),
+        (["pics", "--out", "pics/run"], "lies among the pictures"),
+        (["pics", "--strict", "--frozen"], "cannot be decoded"),
+        (["pics", "--method", "simmatch", "--frozen"], "--no-frozen"),
+        (["pics", "--method", "crmatch", "--frozen"], "--no-frozen"),
+        (["pics", "--from", "pics"], "There is no model"),
+        (["pics", "--hold", "0"], "between 0 and 1"),
+        (["pics", "--hold", "0.1", "--frozen"], "for a whole network"),
+        (["pics", "--frozen", "--no-frozen"], "or neither"),
+        (["pics", "--tta", "6"], "between 1 and 5"),
+        (["pics", "--tta", "2", "--no-frozen"], "for a frozen network"),
+        (["pics", "--batch", "0"], "--batch must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, monkeypatch, capsys):
+    root = blobs(tmp_path / "pics", spare=6)
+    (root / "unlabelled" / "broken.png").write_bytes(b"rubbish")
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", *words, "--net", "tiny", "--size", "16"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "Traceback" not in said
+
+
+def test_a_method_asked_for_learns_the_last_layer(tmp_path):
+    root = blobs(tmp_path / "pics")
+    run = fit_into(options(root, frozen=True, method="fixmatch", steps=60), tmp_path / "run")
+    assert run.result.kept == "fixmatch"
+    assert set(run.result.scores) == {"transductive", "logistic regression", "fixmatch"}
+    assert accuracy(run.folder) > 0.5
+
+
+def test_the_model_says_of_the_pool_what_the_student_says(tmp_path):
+    """The network with its joined head, views and all, against the vectors it was made of."""
+    root = blobs(tmp_path / "pics")
+    run = fit_into(options(root, frozen=True, tta=3), tmp_path / "run")
+    model = load_model(run.folder)
+    with np.load(run.folder / "unlabelled.npz") as arrays:
+        names, log_probs = arrays["files"].tolist(), torch.from_numpy(arrays["log_probs"])
+    from calmatch.data.images import ImageFiles
+
+    pixels = ImageFiles(root, tuple(names), 16, squash=True).take(range(len(names)))
+    assert torch.allclose(model.probabilities(pixels), log_probs.exp(), atol=2e-3)
+
+
+@pytest.mark.parametrize("change", ["label", "picture"])
+def test_a_resumed_fit_does_not_mix_pictures(tmp_path, change, monkeypatch):
+    root = blobs(tmp_path / "pics")
+    asked = options(root, frozen=True)
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise console.Stopped(15)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fits, "save_calibration", cut)
+        with pytest.raises(console.Stopped):
+            fit_into(asked, tmp_path / "run")
+    if change == "label":
+        (root / "kind 0" / "0-0.png").rename(root / "kind 1" / "0-0.png")
+    else:
+        (root / "unlabelled" / "new.png").write_bytes((root / "kind 0" / "0-0.png").read_bytes())
+    with pytest.raises(ValueError, match="have changed since"):
+        fit_into(asked, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_spoken_of_within_a_fit_too(tmp_path, capsys):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "000000003.safetensors").write_bytes(b"cut")
+    with console.silence():
+        run = new_training(Config(dataset="synthetic", labels=16, net="tiny", device="cpu"))
+        assert _resume([run], [tmp_path], True) == [0]
+    assert "Going back" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_full_device_makes_the_batches_smaller(tmp_path, monkeypatch):
+    root = blobs(tmp_path / "pics", spare=12)
+    train = fits.train
+
+    def full(config: Config, out: Path, *, quiet: bool) -> Any:
+        if config.batch > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return train(config, out, quiet=quiet)
+
+    monkeypatch.setattr(fits, "train", full)
+    run = fit_into(options(root, no_frozen=True), tmp_path / "run")
+    assert run.config.batch <= 4
+
+
+@pytest.mark.slow
+def test_a_fifth_of_foreign_pictures_does_not_ruin_it(tmp_path):
+    clean = fit_into(options(blobs(tmp_path / "clean"), frozen=True), tmp_path / "one")
+    mixed = blobs(tmp_path / "mixed", foreign=15)
+    other = fit_into(options(mixed, frozen=True), tmp_path / "two")
+    assert accuracy(other.folder) > accuracy(clean.folder) - 0.1
+
+
+@pytest.mark.slow
+def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
+    monkeypatch.setattr(fits.plan, "HOLD_FROM", 60)
+    root = blobs(tmp_path / "pics", each=80, spare=6)
+    run = fit_into(options(root, steps=300, no_frozen=True), tmp_path / "run")
+    assert run.result.evaluated_on == "holdout"
+    assert run.result.images["test"] >= 48
+    model = load_model(run.folder)
+    assert model.selective is not None
+
+
+@pytest.mark.parametrize("how", ["frozen", "no_frozen"])
+def test_a_model_may_be_continued_with_a_new_class(tmp_path, how):
+    first = fit_into(options(blobs(tmp_path / "few"), **{how: True}), tmp_path / "first")
+    more = blobs(tmp_path / "more", classes=4)
+    asked = options(more, net=None, size=None, start=first.folder)
+    second = fit_into(asked, tmp_path / "second")
+    assert len(second.result.classes) == 4
+    assert second.config.net.partition("(")[0] == first.config.net.partition("(")[0]
+
+
+@pytest.mark.parametrize("place", ["copy", "result", "together"])
+def test_a_fit_with_fold_models_continues_where_it_was_cut(tmp_path, monkeypatch, place):
+    asked = options(blobs(tmp_path / "pics", each=2, spare=12), steps=4, no_frozen=True)
+    whole = fit_into(asked, tmp_path / "whole")
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise console.Stopped(15)
+
+    write = fits.files.write
+
+    def half(path: Path, *content: Any) -> None:
+        if path == tmp_path / "cut" / "result.json":
+            cut()
+        write(path, *content)
+
+    with monkeypatch.context() as patch:
+        if place == "copy":
+            patch.setattr(fits.shutil, "copytree", cut)
+        elif place == "result":
+            patch.setattr(fits.files, "write", half)
+        else:
+            patch.setattr(crossval, "train_together", _once(train_together, cut))
+        with pytest.raises(console.Stopped):
+            fit_into(asked, tmp_path / "cut")
+    done = fit_into(asked, tmp_path / "cut")
+    assert done.result.metrics == whole.result.metrics
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert weights[0] == weights[1]
+
+
+def _once(real: Any, other: Any) -> Any:
+    """`real` for a run alone, `other` for several."""
+    return lambda settings, *rest, **named: (real if len(settings) == 1 else other)(
+        settings, *rest, **named
+    )
+
+
+def test_fold_models_that_do_not_fit_side_by_side_are_trained_in_turn(tmp_path, monkeypatch):
+    asked = options(blobs(tmp_path / "pics", each=2, spare=12), steps=4, no_frozen=True)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(crossval, "train_together", _once(train_together, full))
+    run = fit_into(asked, tmp_path / "run")
+    plan = json.loads((run.folder / "fit.json").read_text())["plan"]
+    assert plan["batch"] == run.config.batch  # not halved
+    assert len(list((run.folder / "work" / "all-pictures").iterdir())) == 3
+
+
+@pytest.mark.parametrize("how", ["frozen", "no_frozen"])
+def test_labels_are_evaluated_only_by_models_that_did_not_see_them(tmp_path, how):
+    """Wrong labels must not be learned and then counted as right; the model itself sees all."""
+    root = blobs(tmp_path / "pics", each=6, spare=30)
+    names = sorted(path for path in root.rglob("*.png") if path.parent.name != "unlabelled")
+    kinds = [f"kind {k % 3}" for k in range(len(names))]  # no picture says its label
+    table = tmp_path / "labels.csv"
+    lines = [f"{path.relative_to(root)},{kind}" for path, kind in zip(names, kinds, strict=True)]
+    table.write_text("\n".join(["file,label", *lines]))
+    asked = options(root, labels=table, steps=60, **{how: True})
+    run = fit_into(asked, tmp_path / "run")
+    with np.load(run.folder / "predictions.npz", allow_pickle=False) as held:
+        assert sorted(held["files"].tolist()) == [str(path.relative_to(root)) for path in names]
+        assert (held["raw_log_probs"].argmax(1) != held["labels"]).mean() > 0.4
+    assert run.result.evaluated_on == "crossfit"
+    assert run.config.fold == 0
+
+
+def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):
+    asked = options(blobs(tmp_path / "pics"), no_frozen=True)
+    whole = fit_into(asked, tmp_path / "whole")
+    (tmp_path / "run").mkdir()
+    held = json.loads((whole.folder / "fit.json").read_text())
+    held["plan"] = {"notes": [], "gone": False}
+    (tmp_path / "run" / "fit.json").write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="Another version planned"):
+        fit_into(asked, tmp_path / "run")

@@ -1,0 +1,152 @@
+"""Classifiers on frozen features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from calmatch import augment, nets
+from calmatch.console import ProgressBar
+from calmatch.data.folder import decode_folder, read_folder
+from calmatch.fit import portfolio
+from calmatch.fit.portfolio import Embedding, Features, Teachers
+from pictures import blobs
+
+
+def clusters(classes=5, each=60, width=64, spread=0.7, seed=0):
+    """Features of well apart classes, most of them unlabelled: features, labels, truth."""
+    random = np.random.default_rng(seed)
+    centres = random.normal(size=(classes, width))
+    truth = np.repeat(np.arange(classes), each)
+    x = np.maximum(centres[truth] + spread * random.normal(size=(len(truth), width)), 0)
+    stages = random.normal(size=(len(truth), 12)) + centres[truth, :12]
+    labels = np.full(len(truth), -1)
+    for k in range(classes):
+        labels[random.permutation(np.flatnonzero(truth == k))[:4]] = k
+    return Features([x.astype(np.float32)], [stages.astype(np.float32)]), labels, truth
+
+
+def bar():
+    return ProgressBar("", 1, 0, True)
+
+
+def fitted(features, labels, classes):
+    rows = np.flatnonzero(labels >= 0)
+    embedding = Embedding.fit(features)
+    teachers = Teachers(embedding.spaces(features), classes)
+    return embedding, teachers, portfolio.fit_transductive(teachers, rows, labels[rows], bar())
+
+
+def test_unlabelled_images_teach_the_student():
+    features, labels, truth = clusters(spread=1.9)
+    _, teachers, student = fitted(features, labels, 5)
+    rows = np.flatnonzero(labels >= 0)
+    plain = portfolio.fit_logistic(features, rows, labels[rows], 5, bar())
+    free = labels < 0
+    guess = (teachers.inputs @ student.weights[:-1] + student.weights[-1]).argmax(1)
+    base = (features.last[0] @ plain.weights[:-1] + plain.weights[-1]).argmax(1)
+    wrong, usual = ((g[free] != truth[free]).mean() for g in (guess, base))
+    assert wrong < usual
+    low, high = student.error[1:]
+    assert low <= wrong <= high
+
+
+def test_the_networks_head_computes_the_embedding():
+    features, labels, _ = clusters(width=128)
+    embedding, teachers, _ = fitted(features, labels, 5)
+    head = nets.build("embedded(on='tiny', size=8, width=100)", 5, 8)
+    width = embedding.components[-1]
+    for name, value in (
+        ("stage_mean", embedding.stage_mean),
+        ("stage_scale", embedding.stage_scale),
+        ("stage_weight", np.float32(embedding.stage_weight)),
+        ("mean", embedding.mean),
+        ("axes", embedding.axes[:, :width]),
+        ("scale", embedding.scale(width)),
+    ):
+        setattr(head, name, torch.as_tensor(np.asarray(value)))
+    last, stages = (torch.from_numpy(part[0]) for part in features)
+    assert torch.allclose(head.embed(last, stages), torch.from_numpy(teachers.inputs), atol=1e-4)
+
+
+def test_logistic_regression_is_scikit_learns():
+    features, labels, _ = clusters()
+    x = features.last[0]
+    x = (x - x.mean(0)) / (x.std(0) + 1e-6)
+    rows = np.flatnonzero(labels >= 0)
+    targets = np.eye(5, dtype=np.float32)[labels[rows]]
+    weights = portfolio.fit_linear(x[rows], targets, 1 / (0.1 * len(rows)), 500)
+    theirs = LogisticRegression(C=0.1, max_iter=2000, tol=1e-8).fit(x[rows], labels[rows])
+    ours = portfolio.softmax(x @ weights[:-1] + weights[-1])
+    assert np.abs(ours - theirs.predict_proba(x)).max() < 2e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_candidate_wins_by_noise(seed):
+    random = np.random.default_rng(seed)
+    truth = random.integers(0, 4, 40)
+    logits = 2 * np.eye(4)[truth] + random.normal(size=(40, 4))
+
+    def candidate(name, noise):
+        shifted = (logits + noise * random.normal(size=logits.shape)).astype(np.float32)
+        log_probs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+        rows = np.arange(40)
+        return portfolio.Candidate(name, shifted, True, log_probs, truth, rows, 1.0, (0, 0, 1))
+
+    first, like, worse = candidate("a", 0.0), candidate("b", 0.05), candidate("c", 3.0)
+    assert portfolio.choose([first, like, worse]) is first
+    assert portfolio.choose([worse, first]) is first
+
+
+@pytest.mark.parametrize(
+    ("counts", "each"), [((4, 4), 30), ((1, 4, 4), 20), ((40, 4), 50), ((3,) * 30, 4), ((2, 2), 3)]
+)
+def test_odd_sets_end_with_finite_numbers(counts, each):
+    random = np.random.default_rng(0)
+    truth = np.repeat(np.arange(len(counts)), [each + n for n in counts])
+    x = np.maximum(random.normal(size=(len(truth), 32)) + 3 * np.eye(len(counts), 32)[truth], 0)
+    labels = np.full(len(truth), -1)
+    for k, number in enumerate(counts):
+        labels[np.flatnonzero(truth == k)[:number]] = k
+    _, _, student = fitted(Features([x.astype(np.float32)]), labels, len(counts))
+    assert np.isfinite(student.weights).all()
+    assert 0 <= student.error[1] <= student.error[0] <= student.error[2] <= 1
+    assert np.isfinite(student.temperature)
+
+
+def test_a_matched_temperature_gives_the_confidence_asked_for():
+    probs = portfolio.softmax(3 * np.random.default_rng(0).normal(size=(200, 5)))
+    for confidence in (0.3, 0.6, 0.95):
+        heat = portfolio.matching_temperature(probs, confidence)
+        assert portfolio.temper(probs, heat).max(1).mean() == pytest.approx(confidence, abs=0.01)
+
+
+def test_features_are_computed_once_and_are_the_networks(tmp_path, monkeypatch):
+    images, _ = decode_folder(read_folder(blobs(tmp_path / "pics")), 16, squash=True)
+    extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
+    extractor = extractor._replace(views=augment.tta_views(3, "flip|crop(2)"))
+    first = portfolio.compute_features(extractor, images, True)
+    monkeypatch.setattr(portfolio, "_fill", lambda *_: pytest.fail("computed again"))
+    again = portfolio.compute_features(extractor, images, True)
+    assert len(first.last) == 3
+    assert all(np.array_equal(a, b) for a, b in zip(first.last, again.last, strict=True))
+    pixels = images.take(range(len(images)))
+    mean, std = torch.tensor(extractor.mean), torch.tensor(extractor.std)
+    for view, ours in zip(extractor.views, first.last, strict=True):
+        seen = augment.normalise(view(pixels), mean, std)
+        theirs = extractor.body(seen).features.detach().numpy()
+        assert np.abs(ours - theirs).max() < 2e-3  # half precision
+
+
+def test_stages_of_a_pretrained_network_are_means_and_deviations_of_its_maps():
+    extractor = portfolio.load_extractor("efficientnet_lite0", 64, torch.device("cpu"))
+    images = torch.randn(2, 3, 64, 64)
+    last, stages = nets.pooled_features(extractor.body, images)
+    assert torch.equal(last, extractor.body(images).features)
+    _, maps = extractor.body.model.forward_intermediates(images, indices=3)
+    assert torch.allclose(stages[:, : maps[0].shape[1]], maps[0].mean((2, 3)))
+    deep = maps[-1]
+    log = deep.std((2, 3), correction=0).add(1e-3).log()
+    assert torch.allclose(stages[:, -deep.shape[1] :], log, atol=2e-2)

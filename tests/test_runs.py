@@ -1,0 +1,107 @@
+"""The pictures a run keeps for people to look at."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from calmatch import train
+from calmatch.data.batches import Resident, Stream
+from calmatch.runs import (
+    ASKED,
+    MISTAKES,
+    Predicted,
+    load_examples,
+    most_informative,
+    sample_rows,
+    write_examples,
+)
+
+
+def made(n, classes, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = (3 * torch.randn(n, classes, generator=generator)).log_softmax(-1)
+    labels = torch.randint(classes, (n,), generator=generator)
+    pictures = torch.randint(256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
+    return log_probs, labels, pictures
+
+
+def test_pictures_of_every_bin_and_the_most_confidently_wrong_are_kept_small(tmp_path):
+    log_probs, labels, pictures = made(2000, 10, 96)
+    seen = Predicted(log_probs, lambda rows: pictures[rows])
+    write_examples(tmp_path, seen, labels, seen._replace(files=[f"é {k}.png" for k in range(2000)]))
+    assert (tmp_path / "examples.npz").stat().st_size < 2_000_000  # of noise, which no zip shrinks
+    found = load_examples(tmp_path)
+    confidence, guess = log_probs.exp().max(-1)
+    wrong = (guess != labels).nonzero()[:, 0]
+    worst = wrong[confidence[wrong].argsort(descending=True)[:MISTAKES]]
+    assert set(worst.tolist()) <= set(found.rows)
+    filled = ((confidence * 15).ceil() - 1).long().unique()
+    assert set(((confidence[found.rows] * 15).ceil() - 1).long().tolist()) == set(filled.tolist())
+    assert found.images.shape == (len(found.rows), 3, 64, 64)
+    assert found.asked_images.shape == (ASKED, 3, 64, 64)
+    assert found.asked_files == [f"é {k}.png" for k in found.asked_rows]
+    assert (found.considered, found.whole) == (2000, 2000)
+
+
+def test_small_pictures_are_kept_as_they_are(tmp_path):
+    log_probs, labels, pictures = made(50, 4, 8)
+    write_examples(tmp_path, Predicted(log_probs, lambda rows: pictures[rows]), labels)
+    found = load_examples(tmp_path)
+    assert torch.equal(found.images, pictures[found.rows])
+    assert found.asked_rows == found.asked_files == []
+
+
+def test_a_folder_without_pictures_has_none(tmp_path):
+    assert load_examples(tmp_path) is None
+
+
+def test_labels_are_asked_for_uncertain_pictures_unlike_each_other():
+    sure = torch.tensor([[0.98, 0.01, 0.01]]).repeat(50, 1)
+    often = torch.tensor([[0.5, 0.5, 0.0]]).repeat(50, 1)
+    rare = torch.tensor([[0.0, 0.5, 0.5], [0.5, 0.0, 0.5]])
+    asked = most_informative(torch.cat([sure, often, rare]).log(), 4)
+    assert (asked >= 50).sum() == 3
+    assert set(asked.tolist()) >= {100, 101}
+    assert len(set(asked.tolist())) == 4
+
+
+def test_no_more_are_asked_for_than_there_are():
+    asked = most_informative(torch.full((3, 2), 0.5).log(), 24)
+    assert sorted(asked.tolist()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("n", [3, 10, 11])
+def test_a_sample_of_rows_is_bounded_and_repeatable(n):
+    rows = torch.arange(n) * 2
+    found = sample_rows(rows, seed=3, number=10)
+    assert len(found) == min(n, 10)
+    assert torch.equal(found, sample_rows(rows, seed=3, number=10))
+    assert set(found.tolist()) <= set(rows.tolist())
+
+
+@pytest.mark.parametrize("kind", ["resident", "stream"])
+def test_some_rows_of_a_source_are_those_pictures(kind):
+    pictures = made(20, 2, 4)[2]
+    rows, device = torch.arange(19, -1, -1), torch.device("cpu")
+    whole = (
+        Resident(pictures[rows], device)
+        if kind == "resident"
+        else Stream(pictures, rows, device, workers=0)
+    )
+    found = torch.cat(list(whole.some(torch.tensor([3, 0, 7])).batches(2)))
+    assert torch.equal(found, pictures[[16, 19, 12]])
+
+
+def test_a_run_asks_for_labels_of_pictures_that_have_none(tiny, tmp_path):
+    run = train(tiny(include_labelled=True), tmp_path / "run", quiet=True)
+    split = json.loads((run.folder / "split.json").read_text())
+    found = load_examples(run.folder)
+    assert set(found.asked_rows) <= set(split["unlabelled"]) - set(split["labelled"])
+    assert len(found.asked_rows) == ASKED
+    assert found.whole == len(split["unlabelled"]) - len(split["labelled"])
+    with np.load(run.folder / "predictions.npz") as held:
+        assert max(found.rows) < len(held["labels"])
