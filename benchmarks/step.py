@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from augment import pillow_operation
 from PIL import Image, ImageOps
 
+from augment import pillow_operation
 from calmatch.augment.randaugment import RANGES
 from calmatch.core import Objective
 from calmatch.data.batches import Batches

