@@ -250,6 +250,16 @@ def test_labels_are_evaluated_only_by_models_that_did_not_see_them(tmp_path, how
     assert run.config.fold == 0
 
 
+def test_labels_that_mean_nothing_are_called_guessing(tmp_path, capsys):
+    root = blobs(tmp_path / "pics", each=6, spare=30)
+    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.png"))
+    rows = [f"{name},{k % 6}" for k, name in enumerate(names[::2][:24])]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    words = ["--labels", str(tmp_path / "labels.csv"), "--out", str(tmp_path / "run")]
+    assert main(["fit", str(root), *words, "--net", "tiny", "--size", "16", "--frozen"]) == 0
+    assert "No better than guessing" in capsys.readouterr().out
+
+
 def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):
     asked = options(blobs(tmp_path / "pics"), no_frozen=True)
     whole = fit_into(asked, tmp_path / "whole")

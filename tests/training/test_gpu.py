@@ -306,7 +306,7 @@ def test_a_whole_network_of_few_labels_is_evaluated_by_fold_models_together(tmp_
     assert not [line for line in said if "captured" in line]  # none fell back to eager steps
     assert run.result.evaluated_on == "crossfit"
     assert run.result.images["labelled"] == run.result.images["test"] == 11
-    assert sorted(path.name for path in (run.folder / "work" / "both").iterdir()) == [
+    assert sorted(path.name for path in (run.folder / "work" / "all-pictures").iterdir()) == [
         "all",
         "fold1",
         "fold2",

@@ -25,26 +25,26 @@ def describe_candidates(candidates: Sequence[Candidate], best: Candidate) -> lis
     return lines
 
 
-def describe_folder(found: ImageFolder, side: int) -> str:
+def describe_folder(own: ImageFolder, side: int) -> str:
     """The pictures in two sentences, and what was skipped."""
-    labels = len(found.known)
-    low, high = min(found.counts), max(found.counts)
+    labels = len(own.known)
+    low, high = min(own.counts), max(own.counts)
     each = f"{low} each" if low == high else f"{low} to {high} each"
     lines = [
-        f"  {len(found.names):,} pictures, about {side} pixels; {labels:,} labels in "
-        f"{len(found.classes)} classes ({each}); {found.labels.count(-1):,} unlabelled."
+        f"  {len(own.names):,} pictures, about {side} pixels; {labels:,} labels in "
+        f"{len(own.classes)} classes ({each}); {own.labels.count(-1):,} unlabelled."
     ]
-    return "\n".join(lines + describe_skipped(found))
+    return "\n".join(lines + describe_skipped(own))
 
 
-def describe_skipped(found: ImageFolder) -> list[str]:
+def describe_skipped(own: ImageFolder) -> list[str]:
     """Files that were left out, the first few by name."""
-    if not found.skipped:
+    if not own.skipped:
         return []
-    lines = [f"  {len(found.skipped)} files skipped (--strict refuses them instead):"]
-    lines += [f"    {item.file}: {item.reason}" for item in found.skipped[:SHOWN]]
-    if len(found.skipped) > SHOWN:
-        lines.append(f"    and {len(found.skipped) - SHOWN} more, all in result.json")
+    lines = [f"  {len(own.skipped)} files skipped (--strict refuses them instead):"]
+    lines += [f"    {item.file}: {item.reason}" for item in own.skipped[:SHOWN]]
+    if len(own.skipped) > SHOWN:
+        lines.append(f"    and {len(own.skipped) - SHOWN} more, all in result.json")
     return lines
 
 
@@ -67,19 +67,20 @@ def describe_calibration(calibration: Calibration, before: Tensor, labels: Tenso
 
 
 def describe_result(
-    run: Run, held: HeldOut, calibration: Calibration, found: ImageFolder, asked: Predicted | None
+    run: Run, held: HeldOut, calibration: Calibration, own: ImageFolder, asked: Predicted | None
 ) -> str:
     """The result in plain words, and the next commands."""
     error = calibration.after["error"]
     number = run.result.images["test"]
     lines = [
         "",
+        *describe_guessing(error.value, len(own.classes)),
         f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
         f"labels that the evaluated models had not seen).",
         describe_calibration(calibration, held.log_probs, held.labels),
         describe_promise(calibration),
-        *describe_skipped(found),
+        *describe_skipped(own),
     ]
     if asked is not None and len(asked.log_probs):
         best = most_informative(asked.log_probs, SHOWN).tolist()
@@ -94,6 +95,16 @@ def describe_result(
         f"  calmatch report {folder}                        a page: what it is good and bad at",
     ]
     return "\n".join(lines)
+
+
+def describe_guessing(error: float, classes: int) -> list[str]:
+    """A warning where chance would do as well."""
+    if error < 0.9 * (1 - 1 / classes):
+        return []
+    return [
+        "No better than guessing: with these labels the classes cannot be told apart. Label more "
+        "pictures of every class, and check that labels and pictures belong together."
+    ]
 
 
 def describe_promise(calibration: Calibration) -> str:
