@@ -32,7 +32,7 @@ from calmatch.model import load_model
 from calmatch.options import FitOptions
 
 PAGE = Path(__file__).parent / "zoo.md"
-SPLITS, LABELS = range(5), (4, 10)
+LABELS = (4, 10)
 
 
 def main() -> None:
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--labels", type=int, nargs="*", default=LABELS)
     parser.add_argument("--sets", nargs="*")
+    parser.add_argument("--splits", type=int, default=5)
     options = parser.parse_args()
     root = options.work / "zoo"
     if not root.is_dir():
@@ -54,7 +55,7 @@ def main() -> None:
     for number in options.labels:
         for name in names:
             folder = next(root.rglob(f"{name}/truth.csv")).parent
-            for split in SPLITS:
+            for split in range(options.splits):
                 key = f"{options.net} {name} {number} {split}"
                 if key not in done:
                     line = measure(

@@ -57,7 +57,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Attributes:
         classes_: class names, sorted.
         kept_: of vectors, the method that was better by cross-validation: `method` or supervised.
-        calibration_: the temperature found by cross-validation.
+        calibration_: the temperature chosen by cross-validation.
         held_out_: out-of-fold predictions the calibration rests on; None where labels were too few.
     """
 
@@ -209,15 +209,15 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X = validate_data(self, X, dtype=np.float64, reset=False)  # noqa: N806
             logits = X @ self.coef_.T.astype(np.float64) + self.intercept_
             probs = self.calibration_(torch.from_numpy(logits)).exp()
-        found: Array = probs.double().numpy()
-        found /= found.sum(1, keepdims=True)
-        return found
+        values: Array = probs.double().numpy()
+        values /= values.sum(1, keepdims=True)
+        return values
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """The most probable class of each row."""
         probs = self.predict_proba(X)
-        found: Array = self.classes_[probs.argmax(1)]
-        return found
+        labels: Array = self.classes_[probs.argmax(1)]
+        return labels
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -21,10 +21,10 @@ METHODS = spec.Table(
 
 def find(text: str) -> type[Method]:
     """The class a spec names."""
-    found = spec.find(spec.parse(text).name, METHODS, "method")
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    kind = spec.find(spec.parse(text).name, METHODS, "method")
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise spec.SpecError(f"{text!r} is not a Method.")
-    return found
+    return kind
 
 
 def build(text: str, task: Task) -> Method:

@@ -49,6 +49,6 @@ class UDA(Method):
         if self.annealing != "none":
             known = x.logits.detach().softmax(-1).gather(-1, batch.y[:, None])[:, 0]
             top = x.logits.detach().softmax(-1).amax(-1)
-            judged = top if self.faithful == "usb" else known  # the paper judges the true class
-            keep = (judged <= self.signal(batch.step)).to(p.dtype)
+            signal = top if self.faithful == "usb" else known  # the paper takes the true class's
+            keep = (signal <= self.signal(batch.step)).to(p.dtype)
         return Plan(Term(x.logits, batch.y, keep), Term(strong.logits, target, self.weight * mask))
