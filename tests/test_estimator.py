@@ -24,11 +24,6 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.mark.slow
 @parametrize_with_checks(
     [calmatch.Classifier(steps=30)], expected_failed_checks=lambda estimator: EXPECTED
@@ -44,6 +39,13 @@ def blobs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for k in range(3):
         y[np.flatnonzero(truth == k)[:6]] = k
     return x, y, truth
+
+
+def test_minus_one_means_unlabelled_as_a_float_too(blobs):
+    x, y, _ = blobs
+    whole, parts = (calmatch.Classifier(steps=20).fit(x, some) for some in (y, y.astype(float)))
+    assert parts.classes_.tolist() == [0.0, 1.0, 2.0]
+    assert np.array_equal(whole.predict_proba(x), parts.predict_proba(x))
 
 
 def test_vectors_with_unlabelled_rows_names_pickle_and_clone(blobs):

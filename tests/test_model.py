@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import calmatch
 from calmatch import methods, nets, posthoc
@@ -41,7 +42,7 @@ def pictures(n: int, size: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["simmatch", "bam"])
 def test_a_loaded_model_says_what_the_run_said(tiny, tmp_path, method):
     run = train(tiny(method), tmp_path / "run", quiet=True)
-    loaded = calmatch.load_model(run.folder)
+    loaded = calmatch.load(run.folder)
     images = calmatch.data.build("synthetic").test_images
     log_probs, _ = run.predictions()
     torch.testing.assert_close(loaded.logits(images).log_softmax(1), log_probs)
@@ -310,3 +311,18 @@ def test_a_gpu_gives_the_same_probabilities(tmp_path, net, size):
     cpu = load_model(tmp_path).probabilities(images)
     gpu = load_model(tmp_path, device="cuda").probabilities(images)
     torch.testing.assert_close(cpu, gpu, atol=1e-4, rtol=0)
+
+
+def test_a_model_answers_for_a_path_an_image_an_array_or_a_list(tmp_path):
+    write_random_model(tmp_path, "small(width=4)", 3, 16)
+    model = calmatch.load(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    answer = model.predict(tmp_path / "x.png")
+    assert answer == model.predict(str(tmp_path / "x.png"))
+    assert answer == model.predict(Image.fromarray(pixels)) == model.predict(pixels)
+    assert model.predict([pixels, tmp_path / "x.png"])[1].label == answer.label
+    assert answer.label in model.classes
+    for wrong in (3, pixels.astype(float)):
+        with pytest.raises(ValueError, match=r"array|path"):
+            model.predict(wrong)

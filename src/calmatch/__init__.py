@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         frozen,
     )
     from calmatch.estimator import Classifier
-    from calmatch.model import Model, load_model
+    from calmatch.model import Model
     from calmatch.runs import Run, load_run
     from calmatch.training import recipes
     from calmatch.training.config import Config
@@ -35,9 +35,22 @@ WHERE = {
     **dict.fromkeys(CORE.split(), "core"),
     **dict.fromkeys("augment data losses methods metrics nets posthoc".split(), ""),
     **{"recipes": "training", "Config": "training.config", "Classifier": "estimator"},
-    **{"Model": "model", "load_model": "model", "Run": "runs", "load_run": "runs"},
+    **{"Model": "model", "Run": "runs", "load_run": "runs"},
 }  # the module that each public name is in
-__all__ = ["train", "train_seeds", *WHERE]
+__all__ = ["load", "train", "train_seeds", *WHERE]
+
+
+def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> Model:
+    """The model in a run folder: `load("runs/mine").predict("x.jpg")`.
+
+    Args:
+        folder: made by `calmatch fit` or `calmatch train`.
+        device: where to compute.
+        trust: import code that the model names.
+    """
+    from calmatch.model import load_model
+
+    return load_model(folder, device=device, trust=trust)
 
 
 def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> Run:

@@ -111,7 +111,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _ids(self, y: Array) -> NDArray[np.int64]:
         """Class ids; -1 stays unlabelled."""
         y = y.ravel()
-        blank = np.array([value is None or str(value) == "-1" for value in y.tolist()])
+        blank = np.array([value is None or str(value) in ("-1", "-1.0") for value in y.tolist()])
         if not (~blank).any():
             raise ValueError("No row has a label; -1 means unlabelled.")
         known = y[~blank]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -83,6 +84,31 @@ class Model:
     def probabilities(self, images: Tensor, batch: int | None = None) -> Tensor:
         """Calibrated probabilities [N, C] of uint8 images [N, 3, size, size], on the CPU."""
         return self.calibration(self.logits(images, batch)).exp()
+
+    def predict(self, images: Any) -> Any:
+        """An `Answer` for a path, a PIL image or an array [H, W(, 3)]; a list for a list."""
+        several = isinstance(images, list | tuple)
+        items = list(images) if several else [images]
+        pixels = torch.from_numpy(np.stack([self._pixels(item) for item in items]))
+        answers = self.answer(self.probabilities(pixels))
+        return answers if several else answers[0]
+
+    def _pixels(self, item: Any) -> Any:
+        """uint8 [3, size, size], as `calmatch predict` decodes a file."""
+        from PIL import Image
+
+        from calmatch.data.images import ImageFiles, square_image
+
+        if isinstance(item, str | Path):
+            path = Path(item)
+            return ImageFiles(path.parent, (path.name,), self.size, self.squash).image(0)
+        if isinstance(item, np.ndarray):
+            if item.dtype != np.uint8 or item.ndim not in (2, 3):
+                raise ValueError("An array holds bytes [H, W] or [H, W, 3].")
+            item = Image.fromarray(item)
+        if not isinstance(item, Image.Image):
+            raise ValueError("Predict a path, a PIL image, an array, or a list of such.")
+        return square_image(item.convert("RGB"), self.size, self.squash)
 
     def answer(self, probs: Tensor) -> list[Answer]:
         """What to say, from calibrated probabilities [N, C]; nothing is sure without a promise."""
