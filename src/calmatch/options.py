@@ -31,27 +31,25 @@ class FitOptions:
     out: Path | None = None
     """The run folder; the same line again continues it. By default fit-PICTURES."""
     minutes: float = 10.0
-    """About how long it may take; turned into a number of steps once, by measuring."""
+    """About how long it may take; decides views and image size, or steps, by measuring."""
     start: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     """A model to start from, made by fit or train, with new labels or pictures."""
     method: str | None = None
     """Who teaches whom: a name of `calmatch methods`; unset: the best of several, by the labels."""
     penalty: str | None = None
-    """What keeps confidence in bounds while learning; unset: margin(cap=0.98), with --tta
-    margin(cap=0.995); "": nothing."""
+    """Keeps confidence in bounds while a method learns; unset: margin(cap=0.98); "": nothing."""
     net: str | None = None
     """The network: a name of `calmatch nets`; unset: a pretrained one if it can be had."""
     frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only the last layer learns, which is enough on a CPU: the default there, if pretrained."""
+    """Only the last layer learns: the default where the network is pretrained."""
     no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """All layers learn: the default on a GPU with three labels of every class, or where nothing is
-    pretrained."""
+    """All layers learn: the default with --from, or where nothing is pretrained."""
     tta: int | None = None
-    """Test-time augmentation: a frozen network predicts the mean of so many views; unset: 5."""
+    """Test-time augmentation: a frozen network predicts the mean of so many views; unset: up to 5."""
     size: int | None = None
-    """Pixels of a side in training; unset: from the pictures."""
+    """Pixels of a side; unset: the pretrained network's own, or from the pictures."""
     steps: int | None = None
-    """Training steps instead of --minutes."""
+    """Training steps instead of --minutes, where a method or the whole network learns."""
     hold: float | None = None
     """Share of the labels to hold out and evaluate on; unset: cross-validation of few."""
     weak: str | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -210,8 +211,10 @@ def _fit_frozen(
     )
     calibration = calibrate(held, best.temperature, best.error)
     scores = {one.name: float(one.losses.mean()) for one in candidates}
-    note = "Each evaluated label was predicted by fold models that had not seen it; the error also "
-    note += "rests on how often models of disjoint labels agree on unlabelled pictures."
+    note = "Each evaluated label was predicted by fold models that had not seen it."
+    if best.name == "transductive":
+        note = f"{note[:-1]}; the error also rests on how often models of disjoint labels agree on "
+        note += "unlabelled pictures."
     logits = _head_logits(pool, embedding, best)
     return _finish(
         options, folder, own, images, base, held, calibration, best.name, scores, note, logits
@@ -430,8 +433,6 @@ def _start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple
     target = folder / "work" / "start.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     state = {k: v.contiguous() for k, v in model.network.net.body.state_dict().items()}
-    import safetensors.torch
-
     files.write(target, safetensors.torch.save(state))
     item = spec.parse(model.note["net"])
     settings = {k: v for k, v in item.kwargs.items() if k != "pretrained"}
