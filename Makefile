@@ -1,10 +1,10 @@
 # Everything starts here: `make demo`, `make test`. The environment is made once, in .venv.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
 
-.PHONY: help demo tour test test-slow test-browser test-ray test-faults faults fuzz test-floor audit lint format docs bench readme screenshots vendor update clean
+.PHONY: help demo tour test test-slow test-browser test-ray test-faults faults fuzz test-floor wheel audit lint format docs bench readme screenshots vendor update clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ test-floor:  ## the fast tests with the lowest versions that pyproject.toml admi
 	.venv-floor/bin/python tools/floors.py > .venv-floor/floors.txt
 	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floors.txt -e '.[dev]'
 	.venv-floor/bin/python -m pytest -n 2
+
+wheel: $(READY)  ## wheel and sdist in dist/, and the wheel tried in an empty environment
+	$(BIN)/python tools/wheel.py $(WHEEL)
 
 audit: $(READY)  ## known vulnerabilities of what is installed, where their list can be had
 	$(BIN)/python tools/audit.py

@@ -42,6 +42,7 @@ MEMORY_SETTINGS = {
     "predict": "--batch (pictures computed at once)",
     "bench": "--jobs (runs at once on a device)",
 }
+ALARM = getattr(signal, "SIGALRM", None)  # Windows has none: there a signal is not repeated
 _silenced = False
 
 
@@ -216,19 +217,19 @@ def catch_signals(*, collect: bool = False) -> Iterator[SignalQueue]:
     cluster that preempts does not wait, and the checkpoint before it is whole. With `collect`
     nothing is raised: for a caller with processes of its own to end first.
     """
-    signals, owner, alarm = SignalQueue(), os.getpid(), signal.getsignal(signal.SIGALRM)
+    signals, owner, alarm = SignalQueue(), os.getpid(), ALARM and signal.getsignal(ALARM)
 
     def answer(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a worker that was forked from us
             os._exit(128 + number)
-        if number == signal.SIGALRM and not signals:  # it was set before we came
+        if number == ALARM and not signals:  # it was set before we came
             if callable(alarm):
                 alarm(number, frame)
             return
         again = bool(signals)
-        if number != signal.SIGALRM:
+        if number != ALARM:
             signals.append(number)
-            signal.setitimer(signal.ITIMER_REAL, 0 if collect else LONGEST_STEP, 1.0)
+            _set_alarm(0 if collect else LONGEST_STEP, 1.0)
         if not collect and (again or not signals.patient):
             raise Stopped(signals[0])
 
@@ -242,9 +243,9 @@ def _stoppable() -> Iterator[None]:
     signals: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGALRM:
+        if number != ALARM:
             signals.append(number)
-            signal.setitimer(signal.ITIMER_REAL, REPEAT_AFTER, REPEAT_AFTER)
+            _set_alarm(REPEAT_AFTER, REPEAT_AFTER)
         if signals and signals[-1] == signal.SIGINT:
             raise KeyboardInterrupt
         if signals:
@@ -262,12 +263,17 @@ def _handle_signals(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    numbers = filter(None, (signal.SIGINT, signal.SIGTERM, ALARM))
     before = {number: signal.signal(number, answer) for number in numbers}
     try:
         yield
     finally:
         if signals:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            _set_alarm(0)
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _set_alarm(first: float, then: float = 0.0) -> None:
+    if ALARM is not None:
+        signal.setitimer(signal.ITIMER_REAL, first, then)

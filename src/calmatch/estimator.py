@@ -172,7 +172,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             for row, picture in enumerate(pictures):
                 Image.fromarray(picture).save(root / f"{row:09d}.png", compress_level=1)
             table = Path(place) / "labels.csv"
-            with table.open("w", newline="") as file:
+            with table.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 writer.writerow(["file", "label"])
                 labelled = np.flatnonzero(ids >= 0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
+import importlib
+import importlib.util
 import io
 import json
 import os
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_BYTES = {"json": 1 << 26, "npz": 1 << 32}  # bytes, of arrays when they are unpacked
+WINDOWS = os.name == "nt"
+LITTER_SECONDS = 24 * 3600  # after which a half-written file is left over, where one cannot ask
+fcntl, msvcrt = (
+    importlib.import_module(name) if importlib.util.find_spec(name) else None
+    for name in ("fcntl", "msvcrt")
+)  # of two systems; each has one
 
 
 @contextmanager
@@ -34,7 +41,11 @@ def draft(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
+    """Wait for the disk; Windows syncs no folders, and files only through a handle that writes."""
+    folder = path.is_dir()
+    if folder and WINDOWS:
+        return
+    number = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
     try:
         os.fsync(number)
     finally:
@@ -114,7 +125,7 @@ def lock(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
-        file = (folder / ".lock").open("w")
+        file = (folder / ".lock").open("wb")
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
     with file:
@@ -122,25 +133,41 @@ def lock(folder: Path) -> Iterator[None]:
         _held_locks.add(file)
         try:
             for litter in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
-                number = litter.suffixes[-2][1:] if len(litter.suffixes) > 1 else ""
-                if number.isdecimal() and not _is_alive(int(number)):
-                    litter.unlink(missing_ok=True)  # a killed process had not finished it
+                with suppress(OSError):
+                    if not _is_being_written(litter):
+                        litter.unlink()  # a killed process had not finished it
             yield
         finally:
             _held_locks.discard(file)
 
 
-def _acquire(file: IO[str], folder: Path, patience: int = 5) -> None:
+def _acquire(file: IO[bytes], folder: Path, patience: int = 5) -> None:
     """Lock at once, or after the moment that somebody needs to look whether it is locked."""
     for left in reversed(range(patience)):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(file):
             return
-        except BlockingIOError as error:
-            if not left:
-                sentence = f"Another process is working in {folder}; wait or choose --out."
-                raise Busy(sentence) from error
+        if left:
             time.sleep(0.02)
+    raise Busy(f"Another process is working in {folder}; wait or choose --out.")
+
+
+def try_lock(file: IO[bytes], share: bool = False) -> bool:
+    """Lock an open file until it is closed; False where another process holds it."""
+    try:
+        if fcntl is None:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[union-attr]
+        else:
+            fcntl.flock(file, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _is_being_written(litter: Path) -> bool:
+    number = litter.suffixes[-2][1:] if len(litter.suffixes) > 1 else ""
+    if WINDOWS:  # where asking whether a process lives ends it
+        return time.time() - litter.stat().st_mtime < LITTER_SECONDS
+    return not number.isdecimal() or _is_alive(int(number))
 
 
 def _is_alive(process: int) -> bool:
@@ -154,7 +181,7 @@ def _is_alive(process: int) -> bool:
     return process != os.getpid()
 
 
-_held_locks: set[IO[str]] = set()
+_held_locks: set[IO[bytes]] = set()
 
 
 def _release_in_child() -> None:
@@ -163,4 +190,5 @@ def _release_in_child() -> None:
         os.close(file.fileno())
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

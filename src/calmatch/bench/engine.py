@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import math
 import os
@@ -56,11 +55,10 @@ def job_state(job: Job) -> str:
 def is_held(folder: Path) -> bool:
     """Whether another process works in this folder."""
     try:
-        with (folder / ".lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    return False
+        with (folder / ".lock").open("rb") as file:
+            return not files.try_lock(file, share=True)
+    except OSError:
+        return False
 
 
 def saved_step(folder: Path) -> int:
@@ -149,7 +147,7 @@ def start_job(
 
 def close_log(folder: Path, code: int, seconds: float) -> None:
     """The last line of an attempt in its log."""
-    with (folder / RUN_LOG).open("a") as log:
+    with (folder / RUN_LOG).open("a", encoding="utf-8") as log:
         log.write(f"# {_describe_exit(code)} after {seconds:.1f} s\n")
 
 

@@ -202,8 +202,8 @@ def decode_folder(
         for place, image in enumerate(stored.map_threads(decode, len(listed))):
             if image is not None and pixels is not None:
                 pixels[place] = image
-                if place % 1024 == 0:
-                    stored.release_pages(pixels)
+                if place % 1024 == 0 and isinstance(pixels, np.memmap):
+                    stored.release_pages(pixels._mmap)  # type: ignore[attr-defined]
             if bar is not None:
                 bar.update(place + 1)
         files.write(record, json.dumps(broken))  # all ASCII: names need not be valid Unicode

@@ -250,6 +250,7 @@ class MappedArray:
 
     tensor: Tensor
     pages: mmap.mmap
+    path: Path
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -257,14 +258,18 @@ class MappedArray:
     def take(self, *rows: Tensor) -> Tensor:
         """Some of it, as `tensor[rows]`."""
         values = self.tensor[rows]
-        self.pages.madvise(mmap.MADV_DONTNEED)
+        release_pages(self.pages)
         return values
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a worker that was not forked opens it anew
+        return open_array, (self.path, tuple(self.tensor.shape), self.tensor.numpy().dtype)
 
-def release_pages(array: NDArray[Any]) -> None:
-    """Let go of the pages of an array that is being filled; what they hold is in the file."""
-    if isinstance(array, np.memmap):
-        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+def release_pages(pages: mmap.mmap) -> None:
+    """Let go of what is in the file too, where the system (not Windows) can be told."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def cached_array(
@@ -285,12 +290,18 @@ def cached_array(
             target = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=shape)
             fill(target)
             target.flush()
+            del target  # Windows renames no file that is mapped
+    return open_array(path, shape, dtype)
+
+
+def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> MappedArray:
+    """An array of the cache from its file, read only."""
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(f"{path} is not what it should be; delete it.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it
-        return MappedArray(torch.from_numpy(array), array._mmap)
+        return MappedArray(torch.from_numpy(array), array._mmap, path)
 
 
 def _remove_unused() -> None:

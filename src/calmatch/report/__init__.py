@@ -381,5 +381,5 @@ def _step_times(path: Path) -> dict[int, float]:
     """When each step was reached; a continued run wrote some steps twice, and the last counts."""
     if not path.is_file():
         return {}
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         return {line["step"]: line["unix"] for line in map(json.loads, file)}

@@ -255,7 +255,7 @@ def package_version(package: str) -> str:
 def _search_file(path: Path, pattern: str) -> str | None:
     """What a file of the kernel says, where there is one."""
     try:
-        match = re.search(pattern, path.read_text())
+        match = re.search(pattern, path.read_text("utf-8"))
     except OSError:
         return None
     return match[1].strip() if match else None
