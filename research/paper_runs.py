@@ -1,0 +1,400 @@
+"""The paper's network on the paper's data: ViT-S/2 pretrained here, then EuroSAT by its recipe.
+
+    python research/paper_runs.py pretrain TINY_IMAGENET.npz PARTS --minutes 9
+    python research/paper_runs.py join PARTS weights.safetensors
+    python research/paper_runs.py runs EUROSAT.npz PARTS WORK --budget-seconds 540
+
+USB's ViT-S/2 (ImageNet at 32 px) cannot be had offline. `pretrain` trains the same network on an
+archive of pictures (research/archive.py makes one), supervised, until the time is up: the learning
+rate follows the clock, not a number of steps. It prints the accuracy on the archive's test pictures
+and writes bfloat16 weights in parts that can be sent. `runs` trains cells of the paper from these
+weights, the most informative first; the seeds of a cell share one captured graph. What is in
+research/results/paper_runs.jsonl already is not run again, and a run that was stopped goes on from
+its checkpoint in WORK. Shorter than the paper's 204,800 steps; every line says how much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from calmatch import augment, load_run, nets, recipes
+from calmatch.bench import engine, shorten
+from calmatch.console import catch_signals
+from calmatch.data import dataset
+from calmatch.training.config import Config
+
+LINES = Path(__file__).parent / "results" / "paper_runs.jsonl"
+STATISTICS = (0.5, 0.5, 0.5)  # mean and deviation, as the recipe of EuroSAT shows its images
+STRONG = "crop(4)|flip|randaugment(2)"
+RESERVE = 25.0  # seconds to measure and to save
+AHEAD = 8  # batches augmented at once
+MOST = 15 * 2**20  # bytes of a part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("pretrain", help="the network, from pictures with labels")
+    command.add_argument("archive", type=Path)
+    command.add_argument("parts", type=Path, help="the folder that the weights go to")
+    command.add_argument("--minutes", type=float, default=9.0, help="in all, saving included")
+    command.add_argument("--net", default="vit_small_patch2_32")
+    command.add_argument("--batch", type=int, default=512)
+    command.add_argument("--lr", type=float, default=1e-3)
+    command.add_argument("--keep", type=float, default=0.5, help="share of patches seen at first")
+    command.add_argument("--whole-from", type=float, default=0.6, help="share of the time after it")
+    command.add_argument("--start", type=Path, help="parts of an earlier try, to go on from")
+    command.add_argument("--most", type=int, default=0, help="pictures of each part; 0: all")
+    command.set_defaults(act=pretrain)
+    command = commands.add_parser("join", help="parts to one safetensors file")
+    command.add_argument("parts", type=Path)
+    command.add_argument("file", type=Path)
+    command.set_defaults(act=lambda o: safetensors.torch.save_file(join(o.parts), o.file))
+    command = commands.add_parser("runs", help="cells of the paper from these weights")
+    command.add_argument("archive", type=Path)
+    command.add_argument("parts", type=Path)
+    command.add_argument("work", type=Path, help="run folders")
+    command.add_argument("--lines", type=Path, default=LINES, help="where lines are added")
+    command.add_argument("--done", type=Path, default=LINES, help="lines of earlier calls")
+    command.add_argument("--budget-seconds", type=float, default=540.0)
+    command.add_argument("--steps", type=int, default=20_480)
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    command.add_argument("--only", default="", help="cells with this text in their name")
+    command.add_argument("--at-once", type=int, default=6, help="runs on the GPU")
+    command.add_argument("--net", default="vit_small_patch2_32")
+    command.set_defaults(act=run_cells)
+    options = parser.parse_args()
+    options.act(options)
+
+
+def pretrain(options: argparse.Namespace) -> None:
+    """Train until the time is up; the second half of the time sees whole images."""
+    began = time.monotonic()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    torch.manual_seed(0)
+    text = f"archive(name='{options.archive}', most={options.most})"
+    data = dataset.build(text)
+    if options.most:  # to try it out
+        some = slice(options.most)
+        data = data._replace(test_images=data.test_images[some], test_labels=data.test_labels[some])
+    images, labels = (torch.as_tensor(x).to(device) for x in (data.images, data.labels))
+    net: Any = nets.build(f"{options.net}(drop_path=0.0)", len(data.classes)).to(device)
+    if options.start:
+        net.load_state_dict({k: v.float() for k, v in join(options.start).items()}, strict=False)
+    net.pos_drop = KeepSome(options.keep)
+    ema = copy.deepcopy(net).eval()
+    flat = [p for p in net.parameters() if p.ndim <= 1]
+    wide = [p for p in net.parameters() if p.ndim > 1]
+    groups = [{"params": wide, "weight_decay": 0.05}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, fused=cuda)
+    batch = min(options.batch, len(labels))
+
+    def learn(pixels: Tensor, target: Tensor, rate: float) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = net(pixels).logits
+        loss = F.cross_entropy(logits.float(), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            pairs = list(zip(ema.parameters(), net.parameters(), strict=True))
+            torch._foreach_lerp_([a for a, _ in pairs], [b for _, b in pairs], 1e-3)
+        return loss.detach()
+
+    batches = make_batches(images, labels, len(data.classes), batch)
+    if cuda:
+        for block in net.blocks[:-1]:  # equal blocks, so that one compilation serves all
+            block.compile(dynamic=False)
+    for share in (1.0, options.keep):  # compiled before the clock starts
+        net.pos_drop.share = share
+        learn(*next(batches), 0.0)
+    ready = time.monotonic()
+    budget = 60 * options.minutes - (ready - began) - RESERVE
+    print(f"Ready after {ready - began:.0f} s; training for {budget:.0f} s.", flush=True)
+    step, shown, progress = 0, 0.0, 0.0
+    while progress < 1:
+        net.pos_drop.share = options.keep if progress < options.whole_from else 1.0
+        for _ in range(AHEAD):
+            loss = learn(*next(batches), options.lr * rate_at(progress))
+            step += 1
+        value, seconds = float(loss), time.monotonic() - ready  # waits for the device
+        progress = seconds / budget
+        if progress - shown > 0.1 or progress >= 1:
+            shown = progress
+            speed, epochs = step * batch / seconds, step * batch / len(labels)
+            top = accuracy(ema, data)
+            print(
+                f"{seconds:.0f} s, step {step:,} ({epochs:.1f} epochs, {speed:,.0f} images/s): "
+                f"loss {value:.3f}, test {top:.2%}",
+                flush=True,
+            )
+    top = accuracy(ema, data)
+    note = {"net": options.net, "test_top1": round(top, 4), "steps": step, "batch": batch}
+    note |= {"epochs": round(step * batch / len(labels), 1), "minutes": options.minutes}
+    note |= {"images": len(labels), "lr": options.lr, "keep": options.keep}
+    save_parts(ema.state_dict(), options.parts, note)
+    print(json.dumps(note))
+
+
+class KeepSome(nn.Module):
+    """While training, the class token and a random share of the patches: half the work."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.training or self.share >= 1:
+            return tokens
+        n, length, width = tokens.shape
+        kept = round(self.share * (length - 1))
+        order = torch.rand(n, length - 1, device=tokens.device).argsort(1)[:, :kept] + 1
+        some = tokens.gather(1, order[..., None].expand(-1, -1, width))
+        return torch.cat([tokens[:, :1], some], 1)
+
+
+def rate_at(progress: float) -> float:
+    """Warm-up over a twentieth of the time, then half a cosine."""
+    if progress < 0.05:
+        return max(0.01, progress / 0.05)
+    return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (progress - 0.05) / 0.95))
+
+
+def make_batches(
+    images: Tensor, labels: Tensor, classes: int, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Augmented, half of them mixed: images [B, 3, H, W] and soft targets [B, C], for ever."""
+    device = images.device
+    chance = torch.Generator(device).manual_seed(0)
+    strong = augment.pipeline(STRONG)
+    dice = np.random.default_rng(0)
+    middle = torch.tensor(STATISTICS, device=device)
+    order, place = torch.randperm(len(labels), generator=chance, device=device), 0
+    while True:
+        if place + AHEAD * batch > len(order):
+            order = torch.randperm(len(labels), generator=chance, device=device)
+            order = order.repeat(math.ceil(AHEAD * batch / len(order)))
+            place = 0
+        rows = order[place : place + AHEAD * batch]
+        place += AHEAD * batch
+        views = augment.normalise(strong(images[rows], chance), middle, middle)
+        views = zoom(views, chance)
+        for x, y in zip(views.split(batch), labels[rows].split(batch), strict=True):
+            target = F.one_hot(y, classes).float() * 0.9 + 0.1 / classes
+            if dice.random() < 0.5:
+                x, target = mix(x, target, dice)
+            yield x, target
+
+
+def zoom(images: Tensor, chance: torch.Generator) -> Tensor:
+    """A random part of each image, 35 to 100 % of it, at full size: the field's random crop."""
+    n = len(images)
+    area, shape, *place = torch.rand(4, n, generator=chance, device=images.device).unbind()
+    side, ratio = (0.35 + 0.65 * area).sqrt(), (0.6 * shape - 0.3).exp().sqrt()
+    sides = [(side * ratio).clamp_max(1), (side / ratio).clamp_max(1)]
+    matrix = images.new_zeros(n, 2, 3)
+    for axis in (0, 1):
+        matrix[:, axis, axis] = sides[axis]
+        matrix[:, axis, 2] = (1 - sides[axis]) * (2 * place[axis] - 1)
+    grid = F.affine_grid(matrix, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
+
+
+def mix(x: Tensor, target: Tensor, dice: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Mixup or cutmix with the batch in reverse order."""
+    other, size = x.flip(0), x.shape[-1]
+    if dice.random() < 0.5:
+        share = float(dice.beta(0.8, 0.8))
+        x = share * x + (1 - share) * other
+    else:
+        side = round(size * math.sqrt(1 - dice.beta(1.0, 1.0)))
+        top, left = (int(dice.integers(0, size - side + 1)) for _ in range(2))
+        x = x.clone()
+        x[..., top : top + side, left : left + side] = other[
+            ..., top : top + side, left : left + side
+        ]
+        share = 1 - side * side / size**2
+    return x, share * target + (1 - share) * target.flip(0)
+
+
+@torch.inference_mode()
+def accuracy(net: nn.Module, data: dataset.Dataset) -> float:
+    """Of the test pictures."""
+    device = next(net.parameters()).device
+    middle = torch.tensor(STATISTICS, device=device)
+    right = 0
+    test = torch.as_tensor(data.test_images)
+    for pixels, truth in zip(test.split(500), data.test_labels.split(500), strict=True):
+        with torch.autocast(device.type, torch.bfloat16):
+            out = net(augment.normalise(pixels.to(device), middle, middle))
+        right += int((out.logits.argmax(1).cpu() == truth).sum())
+    return right / len(data.test_labels)
+
+
+def save_parts(state: dict[str, Tensor], folder: Path, note: dict[str, Any]) -> None:
+    """Weights in bfloat16, high and low bytes apart so that they compress, in files of 15 MiB."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[dict[str, Any]] = [{}]
+    room = MOST
+    for name, tensor in state.items():
+        bits = tensor.detach().cpu().to(torch.bfloat16).contiguous().view(torch.uint8)
+        planes = bits.view(*tensor.shape, 2).movedim(-1, 0).contiguous().numpy()
+        if planes.nbytes > room:
+            parts.append({})
+            room = MOST
+        parts[-1][name] = planes
+        room -= planes.nbytes
+    for number, part in enumerate(parts):
+        np.savez_compressed(folder / f"part{number}.npz", **part)
+    (folder / "note.json").write_text(json.dumps(note) + "\n")
+
+
+def join(folder: Path) -> dict[str, Tensor]:
+    """The weights that `save_parts` wrote."""
+    state = {}
+    for path in sorted(folder.glob("part*.npz")):
+        with np.load(path) as part:
+            for name in part.files:
+                planes = torch.from_numpy(part[name]).movedim(0, -1).contiguous()
+                state[name] = planes.view(torch.bfloat16).squeeze(-1)
+    if not state:
+        raise SystemExit(f"{folder} holds no part*.npz.")
+    return state
+
+
+MARGIN = "margin(m=8)"  # the paper's on EuroSAT
+CELLS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # method, column, changes; by information
+    *(
+        (method, f"eurosat_{labels}", changes)
+        for method, labels in (
+            ("freematch", 40),
+            ("fixmatch", 40),
+            ("freematch", 20),
+            ("flexmatch", 40),
+            ("simmatch", 40),
+            ("fixmatch", 20),
+            ("flexmatch", 20),
+            ("simmatch", 20),
+        )
+        for changes in ({}, {"penalty": MARGIN})
+    ),
+    ("freematch", "eurosat_40", {"penalty": "margin(m=8, where='all')"}),
+    ("freematch", "eurosat_40", {"penalty": "margin(m=8, where='disagree')"}),
+    ("freematch", "eurosat_40", {"unlabelled_loss": "smoothing(alpha=0.1)"}),
+    ("freematch", "eurosat_40", {"unlabelled_loss": "focal(gamma=2)"}),
+)
+
+
+def run_cells(options: argparse.Namespace) -> None:
+    """Train what has no line yet, as far as the time goes; every finished run adds a line."""
+    began = time.monotonic()
+    done = set()
+    for path in {options.done, options.lines}:
+        if path.exists():
+            done |= {json.loads(line)["key"] for line in path.read_text().splitlines()}
+    weights = options.work / "weights.safetensors"
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(join(options.parts), weights)
+    jobs = [job for job in make_jobs(options, weights.resolve()) if job.name not in done]
+    print(f"{len(jobs)} runs of {options.steps:,} steps, {len(done)} are done.", flush=True)
+    if not jobs:
+        return
+    with catch_signals(collect=True) as signals, Collector(jobs, options.lines) as progress:
+        workers = engine.local_workers(len(jobs), options.at_once)
+        left = options.budget_seconds - (time.monotonic() - began)
+        engine.run_locally(jobs, progress, workers, signals, left / 60)
+    for item in progress.items.values():
+        if item.state == "failed":
+            print(f"failed: {item.job.name}: {item.note}")
+            print("\n".join(engine.last_log_lines(item.job.folder, 15)))
+    print(dict(progress.counts()))
+
+
+def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
+    """The recipe's cells with these weights, shortened: warm-up and intervals in proportion."""
+    jobs = []
+    for method, column, changes in CELLS:
+        config: Config = recipes.RECIPES[column](method, **changes)
+        config = shorten(config, options.steps).replace(
+            dataset=f"archive(name='{options.archive.resolve()}')",
+            net=f"{options.net}(pretrained='{weights}')",
+            precision="bf16" if torch.cuda.is_available() else "fp32",
+            eval_every=max(1, options.steps // 20),
+            checkpoint_every=options.steps,
+        )
+        row = " + ".join([method, *map(str, changes.values())])
+        name = f"{column} {row}"
+        if options.only not in name:
+            continue
+        for seed in options.seeds:
+            key = f"{name} seed{seed} steps{options.steps}"
+            own = config.replace(seed=seed, split_seed=seed)
+            folder = options.work / "".join(c if c.isalnum() else "-" for c in key)
+            jobs.append(engine.Job(key, own, folder))
+    return jobs
+
+
+class Collector(engine.SuiteProgress):
+    """Writes a run's line as soon as it is finished."""
+
+    def __init__(self, jobs: list[engine.Job], lines: Path) -> None:
+        super().__init__("paper runs", jobs)
+        self.lines = lines
+        lines.parent.mkdir(parents=True, exist_ok=True)
+
+    def move(self, job: engine.Job, state: str, where: str = "", note: str = "") -> None:
+        super().move(job, state, where, note)
+        if state in ("finished", "kept"):
+            with self.lines.open("a") as file:
+                file.write(json.dumps(make_line(job)) + "\n")
+
+
+METRICS = ("error", "ece", "classwise_ece", "adaptive_ece", "nll")
+
+
+def make_line(job: engine.Job) -> dict[str, Any]:
+    """What a run measured at its last step, and at the step that is best on the test set."""
+    run = load_run(job.folder)
+    tested, trained = run.lines("test"), run.lines("train")
+    best = min(tested, key=lambda line: line["error"])
+    last = {name: run.result.metrics[name].value for name in METRICS}
+    times = [json.loads(line) for line in (job.folder / "times.jsonl").open()]
+    return {
+        "key": job.name,
+        "column": job.name.split()[0],
+        "method": run.config.method,
+        "penalty": run.config.penalty,
+        "unlabelled_loss": run.config.unlabelled_loss,
+        "seed": run.config.seed,
+        "steps": run.config.steps,
+        "last": {name: round(value, 5) for name, value in last.items()},
+        "best_on_test": {name: round(best[name], 5) for name in ("step", *METRICS)},
+        "curve": [[line["step"], *(round(line[k], 4) for k in METRICS[:2])] for line in tested],
+        "accepted": trained[-1].get("accepted"),
+        "agree": trained[-1].get("agree"),
+        "pseudo_accuracy": trained[-1].get("pseudo_accuracy"),
+        "gap": round(run.result.metrics["gap"].value, 3),
+        "seconds": round(times[-1]["unix"] - times[0]["unix"]),
+        "precision": run.config.precision,
+    }
+
+
+if __name__ == "__main__":
+    main()
