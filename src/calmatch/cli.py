@@ -180,7 +180,7 @@ def _predict(options: opts.PredictOptions) -> None:
     from calmatch.predict import predict
 
     model = load_model(options.model, device=pick_device(options.device), trust=options.trust)
-    names = "batch workers strict engine address quiet".split()
+    names = "batch workers strict engine address format quiet".split()
     settings = {name: getattr(options, name) for name in names}
     predict(model, options.pictures, options.out, **settings)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,6 +59,12 @@ class Model:
     def squash(self) -> bool:
         """Whether images are made square whole, instead of their middle being cut out."""
         return bool(self.note.get("squash", False))
+
+    @property
+    def version(self) -> str:
+        """A short name that a model with other settings, training or calibration does not have."""
+        text = json.dumps(self.note, sort_keys=True)
+        return f"calmatch-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
     def to(self, device: torch.device | str) -> Model:
         """The same model, moved."""

@@ -27,7 +27,7 @@ class FitOptions:
     pictures: tyro.conf.Positional[Path]
     """Class folders (unlabelled/ holds the rest), or with --labels any folder of pictures."""
     labels: Path | None = None
-    """A CSV with the header file,label that names some of the pictures."""
+    """A CSV with the header file,label, or what Label Studio, COCO or imagefolder write."""
     out: Path | None = None
     """The run folder; the same line again continues it. By default fit-PICTURES."""
     minutes: float = 10.0
@@ -145,6 +145,8 @@ class PredictOptions:
     """A folder (and those in it), a .zip, or one picture."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
     """A .csv or .parquet file."""
+    format: Literal["label-studio", "fiftyone", "camera-trap"] | None = None
+    """Another program's file instead: Label Studio or FiftyOne (.json), Camtrap DP (.csv)."""
     strict: bool = False
     """Stop at a file that cannot be decoded; by default such files are listed and skipped."""
     batch: int = 256

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from calmatch import console, files
+from calmatch.data import labelfiles
 from calmatch.data.images import SUFFIXES, ImageFiles, Skipped
 from calmatch.model import Model
 
@@ -62,6 +63,7 @@ def predict(
     strict: bool = False,
     engine: str = "local",
     address: str | None = None,
+    format: str | None = None,
     quiet: bool = False,
 ) -> Counts:
     """Write a table of answers (file, label, confidence, set, sure), .csv or .parquet.
@@ -75,6 +77,7 @@ def predict(
         strict: stop at a file that cannot be decoded, instead of skipping it.
         engine: `local`, or `ray` for a cluster whose nodes all see `images`.
         address: of the Ray cluster; by default one is started here.
+        format: another program's file instead of a table, see `labelfiles.FORMATS`.
         quiet: no progress bar and no lines.
     """
     if batch < 1 or workers < 0:
@@ -89,7 +92,7 @@ def predict(
         rows = predict_locally(model, source, batch, workers)
     answered = sure = skipped = 0
     bar = console.ProgressBar("Pictures", total, 0, quiet, "pictures")
-    with open_table(out) as table, bar:
+    with open_table(out, format, labelfiles.Origin(source.root, model.version)) as table, bar:
         for row in rows:
             bar.advance(1)
             if isinstance(row, Answered):
@@ -247,10 +250,15 @@ def answer_chunk(
 
 
 @contextmanager
-def open_table(out: Path) -> Iterator[Table]:
+def open_table(out: Path, format: str | None, origin: labelfiles.Origin) -> Iterator[Table]:
     """A table that appears under its name when the block ends well."""
     kinds: dict[str, Callable[[Path], AbstractContextManager[WriteRow]]]
     kinds = {".csv": _open_csv, ".parquet": _open_parquet}
+    if format is not None:
+        ending, opened = labelfiles.FORMATS[format]
+        kinds = {ending: lambda path: opened(path, origin)}
+    elif out.suffix == ".json":
+        raise ValueError(f"{out}: for which program? Add --format label-studio or fiftyone.")
     if out.suffix not in kinds:
         raise ValueError(f"{out} must end in {' or '.join(kinds)}.")
     if not out.parent.is_dir() or out.is_dir():

@@ -1,4 +1,4 @@
-"""A person's own images: class folders, or a folder and a CSV of a few labels."""
+"""A person's own images: class folders, or a folder and a file of a few labels."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from calmatch.console import ProgressBar
 from calmatch.data import images as stored
 from calmatch.data.dataset import Dataset
 from calmatch.data.images import SUFFIXES, CachedImages, ImageFiles, Pixels, Skipped
+from calmatch.data.labelfiles import LabelRow, read_label_json
 
 UNLABELLED = ("unlabelled", "unlabeled")
 SIZES = (16, 32, 64, 96, 128)
@@ -64,7 +65,7 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
 
     Args:
         root: class folders (`unlabelled/` holds images without a label), or any tree with a CSV.
-        csv: `file,label` for some of the images; the others are unlabelled.
+        csv: `file,label` for some of the images, or a file that `read_labels` knows.
         strict: a file that would be skipped is an error.
     """
     if not root.is_dir():
@@ -130,7 +131,7 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
 
 
 def _by_csv(csv: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
-    rows = read_labels(csv)
+    rows = read_labels(csv, names)
     known = match_labels(rows, names, csv)
     twice = len(rows) - len(known)
     return known, [f"{csv} names {twice} pictures more than once, alike."] if twice else []
@@ -296,18 +297,15 @@ def _statistics(images: CachedImages | ImageFiles, rows: list[int]) -> tuple[Any
     return tuple(flat.mean(1).tolist()), tuple(flat.std(1).clamp_min(0.02).tolist())
 
 
-class LabelRow(NamedTuple):
-    """An image's name and label, and the row in which they stand."""
+def read_labels(path: Path, names: Iterable[str] = ()) -> list[LabelRow]:
+    """The rows of a CSV with the columns `file` (or `file_name`) and `label`, or of a JSON file.
 
-    file: str
-    label: str
-    number: int
-
-
-def read_labels(path: Path) -> list[LabelRow]:
-    """The rows of a CSV with the header `file,label`; further columns are ignored."""
+    `names` are the images of the folder, by which addresses in JSON files are understood.
+    """
     try:
         text = _decode_text(path.read_bytes(), path)
+        if text.lstrip().startswith(("[", "{")):
+            return read_label_json(text, path, names)
         # the csv module counts lines; a person counts rows, the header being row 1
         table = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except OSError as error:
@@ -349,7 +347,7 @@ def _decode_text(raw: bytes, path: Path) -> str:
 
 
 def _find_columns(cells: list[str], path: Path) -> tuple[int, int]:
-    names = [cell.strip().lower() for cell in cells]
+    names = [re.sub("^file_?name$", "file", cell.strip().lower()) for cell in cells]
     if "file" in names and "label" in names:
         for name in ("file", "label"):
             if names.count(name) > 1:
