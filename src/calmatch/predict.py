@@ -250,11 +250,13 @@ def answer_chunk(
 
 
 @contextmanager
-def open_table(out: Path, format: str | None, origin: labelfiles.Origin) -> Iterator[Table]:
+def open_table(
+    out: Path, format: str | None = None, origin: labelfiles.Origin | None = None
+) -> Iterator[Table]:
     """A table that appears under its name when the block ends well."""
     kinds: dict[str, Callable[[Path], AbstractContextManager[WriteRow]]]
     kinds = {".csv": _open_csv, ".parquet": _open_parquet}
-    if format is not None:
+    if format is not None and origin is not None:
         ending, opened = labelfiles.FORMATS[format]
         kinds = {ending: lambda path: opened(path, origin)}
     elif out.suffix == ".json":
