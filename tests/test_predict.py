@@ -173,7 +173,7 @@ def test_mistakes_are_one_sentence(trained, photos, tmp_path):
         (Path("/dev/null"), "o.csv", {}, "neither a folder"),
         (photos, "o.xlsx", {}, "must end in .csv or .parquet"),
         (photos, "no/such/o.csv", {}, "cannot be written"),
-        (photos, "o.csv", {"batch": 0}, "--batch must be"),
+        (photos, "o.csv", {"batch": -1}, "--batch and --workers must be"),
     ):
         with pytest.raises(ValueError, match=words):
             predict(loaded, source, tmp_path / out, quiet=True, **change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from calmatch import augment, files, nets, ops, posthoc, spec
 from calmatch.core import Method, Task
+from calmatch.nets.fused import fuse
 from calmatch.posthoc import Conformal, Scaling, Selective
 
 FORMAT = 2
@@ -54,6 +56,7 @@ class Model:
     selective: Selective | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     note: dict[str, Any] = field(default_factory=dict)  # model.json as it was read
+    _quick: Network | None = field(default=None, init=False, repr=False)
 
     @property
     def squash(self) -> bool:
@@ -69,7 +72,20 @@ class Model:
     def to(self, device: torch.device | str) -> Model:
         """The same model, moved."""
         self.network.to(device)
+        self._quick = None
         return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.network.mean.device
+
+    @property
+    def quick(self) -> Network:
+        """The network with its layers fused, made at the first prediction."""
+        if self._quick is None:
+            self._quick = _fuse_network(self.network, self.size)
+        return self._quick
 
     @torch.inference_mode()
     def logits(self, images: Tensor, batch: int | None = None) -> Tensor:
@@ -82,11 +98,10 @@ class Model:
                 f"This model takes uint8 pictures [N, 3, {self.size}, {self.size}], "
                 f"not {images.dtype} {list(images.shape)}."
             )
-        device = self.network.mean.device
-        logits = [torch.empty(0, len(self.classes))]
+        network, logits = self.quick, [torch.empty(0, len(self.classes))]
         with _full_precision():
-            for some in images.split(batch or nets.batch_size(device)):
-                logits.append(self.network(some.to(device)).float().cpu())
+            for some in images.split(batch or nets.batch_size(self.device)):
+                logits.append(network(some.to(self.device)).float().cpu())
         return torch.cat(logits)
 
     def probabilities(self, images: Tensor, batch: int | None = None) -> Tensor:
@@ -133,6 +148,16 @@ class Model:
         order = probs.sort(dim=1, descending=True, stable=True).indices
         pairs = zip(order, self.conformal.sets(probs).gather(1, order), strict=True)
         return [tuple(self.classes[k] for k in ids[mask].tolist()) for ids, mask in pairs]
+
+
+def _fuse_network(network: Network, size: int) -> Network:
+    """The same network for prediction alone; where nothing can be fused, itself."""
+    body = fuse(network.net.body, size)
+    if body is network.net.body:
+        return network
+    quick = copy.copy(network)
+    quick._modules = {**network._modules, "net": nets.Net(body, dict(network.net.heads))}
+    return quick.eval()
 
 
 @contextmanager

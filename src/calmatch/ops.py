@@ -297,5 +297,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+        mallopt(-8, 1)  # M_ARENA_MAX: those of other threads give back whatever is large
     except (OSError, AttributeError):
         pass  # another system's memory

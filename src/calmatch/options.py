@@ -149,10 +149,10 @@ class PredictOptions:
     """Another program's file instead: Label Studio or FiftyOne (.json), Camtrap DP (.csv)."""
     strict: bool = False
     """Stop at a file that cannot be decoded; by default such files are listed and skipped."""
-    batch: int = 256
-    """Pictures computed at once."""
+    batch: int = 0
+    """Pictures computed together; 0: as many as suit the device."""
     workers: int = 0
-    """Threads that decode pictures; 0: one for each core."""
+    """Threads that decode pictures, and on a CPU compute; 0: one for each core."""
     device: str = "auto"
     """auto, cpu, cuda or mps."""
     engine: Literal["local", "ray"] = "local"

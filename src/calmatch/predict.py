@@ -12,7 +12,6 @@ import socket
 import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from calmatch import console, files
+from calmatch import console, files, nets
 from calmatch.data import labelfiles
-from calmatch.data.images import SUFFIXES, ImageFiles, Skipped
+from calmatch.data.images import SUFFIXES, ImageFiles, Skipped, compute_ordered
 from calmatch.model import Model
 
 LARGEST_FILE = 1 << 28  # bytes of one file; larger ones are not images
@@ -31,7 +30,11 @@ SHOWN = 10  # skipped files that are named on the console
 REMEMBERED = 100  # skipped files that are remembered; all are written
 TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
 ROW_GROUP = 16_384  # rows of one Parquet row group
+RAY_BATCH = 256  # images that a worker of Ray's is sent at once
 RAY_BLOCKS = 1000  # pieces of work that Ray keeps track of
+
+
+Decoded = tuple[list[str], list[Skipped], list[Any]]
 
 
 class Answered(NamedTuple):
@@ -58,7 +61,7 @@ def predict(
     images: Path | str,
     out: Path | str,
     *,
-    batch: int = 256,
+    batch: int = 0,
     workers: int = 0,
     strict: bool = False,
     engine: str = "local",
@@ -72,22 +75,22 @@ def predict(
         model: from `calmatch.load_model`.
         images: a folder (and those in it), a .zip, or one file.
         out: the table; it appears when it is whole.
-        batch: images held in memory at once, twice.
-        workers: threads that decode; 0: one for each core.
+        batch: images computed together; 0: as many as suit the device.
+        workers: threads that decode, and on a CPU compute; 0: one for each core.
         strict: stop at a file that cannot be decoded, instead of skipping it.
         engine: `local`, or `ray` for a cluster whose nodes all see `images`.
         address: of the Ray cluster; by default one is started here.
         format: another program's file instead of a table, see `labelfiles.FORMATS`.
         quiet: no progress bar and no lines.
     """
-    if batch < 1 or workers < 0:
-        raise ValueError("--batch must be at least 1 and --workers at least 0.")
+    if batch < 0 or workers < 0:
+        raise ValueError("--batch and --workers must be at least 0.")
     source, out = ImageSource(Path(images)), Path(out)
     total = sum(1 for _ in source.names())
     if total == 0:
         raise ValueError(f"There are no pictures in {source.path} ({', '.join(SUFFIXES)}).")
     if engine == "ray":
-        rows = predict_on_ray(model, source, batch, address, quiet)
+        rows = predict_on_ray(model, source, batch or RAY_BATCH, address, quiet)
     else:
         rows = predict_locally(model, source, batch, workers)
     answered = sure = skipped = 0
@@ -213,18 +216,20 @@ def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
 def predict_locally(
     model: Model, source: ImageSource, batch: int, workers: int
 ) -> Iterator[Answered | Skipped]:
-    """Rows of all images: one chunk is decoded by threads while the one before is computed."""
+    """Rows of all images, a batch at a time."""
 
-    def submit() -> Iterator[tuple[list[str], list[Skipped], list[Future[Any]]]]:
-        for names, skipped in source.chunks(batch):
-            work = [pool.submit(decode_one, source.root, name, model) for name in names]
-            yield names, skipped, work
-        yield [], [], []  # the last chunk has one after it too
+    def read(chunk: tuple[list[str], list[Skipped]]) -> Decoded:
+        names, skipped = chunk
+        return names, skipped, [decode_one(source.root, name, model) for name in names]
 
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        for (names, skipped, work), _ in itertools.pairwise(submit()):
-            yield from skipped
-            yield from answer_chunk(model, names, [each.result() for each in work])
+    def answer(chunk: Decoded) -> list[Answered | Skipped]:
+        names, skipped, decoded = chunk
+        return [*skipped, *answer_chunk(model, names, decoded)]
+
+    assert model.quick  # made before threads ask for it
+    chunks = source.chunks(batch or nets.batch_size(model.device))
+    for rows in compute_ordered(chunks, read, answer, model.device, workers):
+        yield from rows
 
 
 def decode_one(root: Path, name: str, model: Model) -> Any:

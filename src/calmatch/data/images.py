@@ -13,8 +13,9 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +32,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 KEPT_SECONDS = 30 * 24 * 3600  # that an array stays after its last use
 Pixels = NDArray[np.uint8]
 T = TypeVar("T")
+X = TypeVar("X")
+Y = TypeVar("Y")
 BROKEN: tuple[type[Exception], ...] = (  # what Pillow's readers raise at a damaged file
     *(OSError, ValueError, SyntaxError, EOFError, ArithmeticError, AttributeError, LookupError),
     *(MemoryError, NotImplementedError, TypeError, struct.error, zlib.error),
@@ -199,6 +202,50 @@ def map_threads(act: Callable[[int], T], number: int, ahead: int = 512) -> Itera
     with ThreadPoolExecutor() as pool:
         for start in range(0, number, ahead):
             yield from pool.map(act, range(start, min(start + ahead, number)))
+
+
+def compute_ordered(
+    items: Iterable[X],
+    read: Callable[[X], Y],
+    compute: Callable[[Y], T],
+    device: torch.device,
+    workers: int = 0,
+) -> Iterator[T]:
+    """compute(read(item)) for each item, in order: `read` decodes a batch, `compute` is a network.
+
+    On a CPU each of some threads does both for a batch of its own, with its share of the cores, so
+    that none ever waits for another; for a GPU they read ahead while this one computes. `workers`
+    are the threads; 0: one for each core.
+    """
+    before, alone = torch.get_num_threads(), device.type == "cpu"
+    number = workers or (min(before, 8) if alone else _count_cores())
+    share = max(1, before // number)  # of a CPU; OMP_NUM_THREADS is obeyed
+
+    def work(item: X) -> Any:
+        return compute(read(item)) if alone else read(item)
+
+    def results() -> Iterator[Any]:
+        ahead: deque[Future[Any]] = deque()
+        try:
+            for item in items:
+                ahead.append(pool.submit(work, item))
+                if len(ahead) > 2 * number:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:  # also where the one who asks has had enough
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(before)  # of threads that start from now on
+
+    pool = ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(share,))
+    yield from results() if alone else map(compute, results())
+
+
+def _count_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def stamp_files(files: ImageFiles) -> str:
