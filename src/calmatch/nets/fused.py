@@ -30,10 +30,10 @@ def fuse(net: nn.Module, size: int) -> nn.Module:
     """
     if net.training or not any(isinstance(layer, Norm) for layer in net.modules()):
         return net
-    noise = torch.rand(2, 1, 3, size, size, generator=torch.Generator().manual_seed(0))
-    noise = (2 * noise - 1).to(next(net.parameters()))
-    quick = copy.deepcopy(net).requires_grad_(False)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # changes in place are counted
+        noise = torch.rand(2, 1, 3, size, size, generator=torch.Generator().manual_seed(0))
+        noise = (2 * noise - 1).to(next(net.parameters()))
+        quick = copy.deepcopy(net).requires_grad_(False)
         chains = _follow(quick, noise[0])
         names = {layer: name for name, layer in quick.named_modules()}
         for conv, norm, activation in chains:
