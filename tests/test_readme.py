@@ -37,7 +37,9 @@ def test_ci_calls_only_what_the_readme_names():
 def test_pages_for_newcomers_stay_short():
     assert len(README.encode()) <= 8_000
     assert (ROOT / "docs" / "results.md").stat().st_size <= 12_000
-    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 120
+    assert (
+        len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 130
+    )  # a line of it for each file
 
 
 def test_the_log_is_newest_first_and_its_entries_are_short():

@@ -44,12 +44,16 @@ def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> Mod
     """The model in a run folder: `load("runs/mine").predict("x.jpg")`.
 
     Args:
-        folder: made by `calmatch fit` or `calmatch train`.
+        folder: made by `calmatch fit` or `calmatch train`; or `hf://user/name` on the Hub.
         device: where to compute.
         trust: import code that the model names.
     """
     from calmatch.model import load_model
 
+    if str(folder).startswith("hf:"):
+        from calmatch.hub import pull
+
+        folder = pull(str(folder))
     return load_model(folder, device=device, trust=trust)
 
 

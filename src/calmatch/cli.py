@@ -175,11 +175,11 @@ def _report(options: opts.ReportOptions) -> None:
 
 def _predict(options: opts.PredictOptions) -> None:
     """A model on pictures: class, calibrated confidence, set, sure or not; CSV or Parquet."""
-    from calmatch.model import load_model
+    from calmatch import load
     from calmatch.ops import pick_device
     from calmatch.predict import predict
 
-    model = load_model(options.model, device=pick_device(options.device), trust=options.trust)
+    model = load(options.model, device=str(pick_device(options.device)), trust=options.trust)
     names = "batch workers strict engine address format quiet".split()
     settings = {name: getattr(options, name) for name in names}
     predict(model, options.pictures, options.out, **settings)
@@ -194,6 +194,13 @@ def _export(options: opts.ExportOptions) -> None:
     path = export.export(model, options.out or options.run / f"model.{options.to}", options.to)
     if not options.quiet:
         print(f"Exported: {path}")
+
+
+def _push(options: opts.PushOptions) -> None:
+    """A run's model onto the Hugging Face Hub, with a card made from the run."""
+    from calmatch.hub import push
+
+    print(f"Pushed: {push(options.run, options.name, private=options.private)}")
 
 
 def _bench(words: list[str]) -> None:
@@ -274,6 +281,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "report": (_report, "ReportOptions"),
     "predict": (_predict, "PredictOptions"),
     "export": (_export, "ExportOptions"),
+    "push": (_push, "PushOptions"),
     "bench": (_bench, ""),
     "table": (_table, "TableOptions"),
     "figure": (_figure, ""),

@@ -140,7 +140,7 @@ class PredictOptions:
     """Answers for pictures: a table with the columns file, label, confidence, set, sure."""
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A run folder."""
+    """A run folder, or hf://USER/NAME on the Hugging Face Hub."""
     pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
     """A folder (and those in it), a .zip, or one picture."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
@@ -179,6 +179,18 @@ class ExportOptions:
     """Import code that the model names."""
     quiet: bool = False
     """No lines."""
+
+
+@dataclass
+class PushOptions:
+    """Weights, a card and a figure, made from the run; `hf auth login` first, or set HF_TOKEN."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run folder."""
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="USER/NAME")]
+    """The repository; it is made if it is not there."""
+    private: bool = False
+    """A new repository is private."""
 
 
 @dataclass

@@ -1,0 +1,142 @@
+"""Models on the Hugging Face Hub: pushed with a card made from the run, pulled by revision."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import safetensors.torch
+import yaml
+
+from calmatch import __version__, files
+from calmatch.console import message
+from calmatch.data.images import cache_folder
+from calmatch.model import Model, load_model, read_model_json
+from calmatch.nets.timm import Timm
+from calmatch.report.charts import reliability_figure, save_figure
+from calmatch.runs import Run, load_run
+
+ADDRESS = re.compile(r"hf:/{0,2}([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
+MODEL_FILES = ("model.json", "model.safetensors")
+PREFIX = "net/body.model."  # of a timm network's tensors in our files
+SHOWN = {"error": "error", "ece": "ECE (15 bins)", "smooth_ece": "smooth ECE", "nll": "log-loss"}
+CARD = Path(__file__).with_name("hub.md")
+
+
+def push(folder: Path, name: str, *, private: bool = False) -> str:
+    """Upload the model of a finished run with its card; the address of that very commit."""
+    hub, run = _import_hub(), load_run(folder)
+    with tempfile.TemporaryDirectory() as place:
+        write_repository(run, Path(place), name)
+        with _speak_of(name):
+            api = hub.HfApi(library_name="calmatch", library_version=__version__)
+            api.create_repo(name, private=private, exist_ok=True)
+            made = sorted(Path(place).iterdir())
+            pieces = [hub.CommitOperationAdd(path.name, path) for path in made]
+            done = api.create_commit(name, pieces, commit_message=f"{run.title} by calmatch")
+    return f"hf://{name}@{done.oid}"
+
+
+def pull(address: str) -> Path:
+    """The folder of a model on the Hub, fetched once; without a revision the newest commit's."""
+    match = ADDRESS.fullmatch(address.replace("\\", "/"))
+    if match is None:
+        raise ValueError(f"{address!r} is no model on the Hub: hf://USER/NAME, or ...@REVISION.")
+    hub, (name, revision) = _import_hub(), match.groups()
+    with _speak_of(name):
+        if not re.fullmatch("[0-9a-f]{40}", revision or ""):
+            revision = hub.HfApi().model_info(name, revision=revision).sha
+        folder = cache_folder() / "hub" / name.replace("/", "--") / revision
+        for file in MODEL_FILES:  # and nothing else that may be there
+            if not (folder / file).is_file():
+                hub.hf_hub_download(name, file, revision=revision, local_dir=folder)
+                _take_timm_names(folder / file)
+    message(f"Model: hf://{name}@{revision}")
+    return folder
+
+
+def write_repository(run: Run, place: Path, name: str) -> None:
+    """What the Hub shows and others load: weights, model.json, config.json, card, one figure."""
+    model = load_model(run.folder)
+    note = read_model_json(run.folder / "model.json")
+    note["provenance"] |= {"data": run.data}  # a folder's name, not where it lies
+    files.write_json(place / "model.json", note)
+    weights = safetensors.torch.load_file(run.folder / "model.safetensors")
+    body = model.network.net.body
+    in_timm = all(key.startswith(PREFIX) for key in weights)
+    if isinstance(body, Timm) and in_timm:
+        weights = {key.removeprefix(PREFIX): value for key, value in weights.items()}
+        _write_timm_config(body, model, place / "config.json")
+    else:
+        facts = {"library_name": "calmatch", "net": note["net"], "label_names": note["classes"]}
+        files.write_json(place / "config.json", facts)
+    files.write(place / "model.safetensors", safetensors.torch.save(weights, {"format": "pt"}))
+    save_figure(reliability_figure([run]), place / "reliability.png")
+    files.write(place / "README.md", write_card(run, model, name, in_timm))
+
+
+def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
+    """The model card: what it learned from, how good it is, its limits, how to use it."""
+    rows = {SHOWN[key]: run.result.metrics[key] for key in SHOWN if key in run.result.metrics}
+    values = [{"type": key, "value": round(item.value, 6)} for key, item in rows.items()]
+    front: dict[str, Any] = {
+        "library_name": "timm" if in_timm else "calmatch",
+        "pipeline_tag": "image-classification",
+        "tags": ["calmatch", "image-classification", "semi-supervised-learning", "calibration"],
+    }
+    result = {"task": {"type": "image-classification"}, "metrics": values}
+    result["dataset"] = {"name": run.data, "type": "own-pictures"}
+    front["model-index"] = [{"name": name, "results": [result]}]
+    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    words = {"run": run, "model": model, "name": name, "in_timm": in_timm, "rows": rows}
+    card = template.from_string(CARD.read_text("utf-8")).render(words, version=__version__)
+    return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"
+
+
+def _write_timm_config(body: Timm, model: Model, path: Path) -> None:
+    """config.json of timm.create_model("hf-hub:..."): its logits, before our calibration."""
+    settings = {"input_size": [3, model.size, model.size], "num_classes": len(model.classes)}
+    settings |= {key: model.note[key] for key in ("mean", "std")}
+    settings |= {"crop_pct": 1.0, "crop_mode": "squash" if model.squash else "center"}
+    settings |= {"interpolation": "bicubic" if model.squash else "bilinear"}
+    own = body.model.pretrained_cfg
+    settings |= {key: own[key] for key in ("first_conv", "classifier") if own.get(key)}
+    config = {"architecture": own["architecture"], "num_classes": len(model.classes)}
+    config |= {"num_features": body.model.num_features, "label_names": list(model.classes)}
+    if hasattr(body.model, "patch_embed"):
+        config["model_args"] = {"img_size": model.size}
+    files.write(path, json.dumps(config | {"pretrained_cfg": settings}, indent=2))
+
+
+def _take_timm_names(path: Path) -> None:
+    """A network that timm can load too has timm's names on the Hub, and ours here."""
+    with contextlib.suppress(safetensors.SafetensorError):  # loading it will say what is wrong
+        tensors = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else {}
+        if tensors and not any("/" in key for key in tensors):
+            ours = {PREFIX + key: value for key, value in tensors.items()}
+            files.write(path, safetensors.torch.save(ours))
+
+
+@contextlib.contextmanager
+def _speak_of(name: str) -> Iterator[None]:
+    """Whatever the Hub's client raises, in a sentence."""
+    try:
+        yield
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()
+        hint = "; is the name right, and `hf auth login` done?" if "40" in why[0] else ""
+        raise ValueError(f"The Hub does not give or take {name}: {why[0]}{hint}") from error
+
+
+def _import_hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError("The Hub needs an extra: pip install 'calmatch[hub]'.") from error
+    return huggingface_hub
