@@ -21,7 +21,7 @@ from calmatch import methods, nets, posthoc
 from calmatch.core import Method
 from calmatch.model import KEYS_1, OWN_PREDICTION, load_model, save_calibration
 from calmatch.training.loop import train
-from conftest import write_random_model
+from conftest import GOLDEN, write_random_model
 
 FAMILIES = [
     ("tiny", 16),
@@ -186,18 +186,18 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"net": "os.system('touch trapped')"}, "not imported from a model file"),
-        ({"net": "trap.Net"}, "not imported from a model file"),
-        ({"method": "trap.Net"}, "not imported from a model file"),
+        ({"net": "os.system('touch trapped')"}, "not imported from a file"),
+        ({"net": "trap.Net"}, "not imported from a file"),
+        ({"method": "trap.Net"}, "not imported from a file"),
         ({"net": "__import__('os')"}, "no net called"),
         ({"net": "smal"}, "Did you mean 'small'"),
         ({"net": "lambda: 0"}, "not a spec"),
         ({"net": 5}, "net is not what"),
-        ({"net": "timm.resnet18(checkpoint_path='model.safetensors')"}, "must not set"),
+        ({"net": "timm.resnet18(checkpoint_path='model.safetensors')"}, "which a file must not"),
         ({"net": "timm.resnet18(pretrained_cfg={'file': 'x'})"}, "does not fit"),
         ({"net": "timm.resnet18(norm_layer={'a': 1})"}, "must not have"),
         ({"net": "timm.no_such_model"}, "timm has no model"),
-        ({"net": "timm(name='resnet18')"}, "must not have"),
+        ({"net": "timm(name='resnet18')"}, "which a file must not"),
         ({"net": "small(width=1000000000)"}, "must not have"),
         ({"net": "small(width=9000)"}, "does not fit"),
         ({"net": "timm.vit_7b_patch16_dinov3"}, "cannot be built|does not fit"),
@@ -326,3 +326,16 @@ def test_a_model_answers_for_a_path_an_image_an_array_or_a_list(tmp_path):
     for wrong in (3, pixels.astype(float)):
         with pytest.raises(ValueError, match=r"array|path"):
             model.predict(wrong)
+
+
+def test_a_model_file_of_the_first_version_loads_and_says_the_same_for_ever():
+    """The files were written on 2026-11-16 and are never written anew: whoever changes the format
+    reads the old one too."""
+    folder = GOLDEN / "model"
+    loaded = load_model(folder)
+    images = (torch.arange(5 * 3 * 64).reshape(5, 3, 8, 8) * 37 % 256).byte()
+    expected = json.loads((folder / "expected.json").read_text())
+    probs = loaded.probabilities(images)
+    torch.testing.assert_close(probs, torch.tensor(expected["probabilities"]), atol=1e-5, rtol=0)
+    answers = [[answer.label, list(answer.set), answer.sure] for answer in loaded.answer(probs)]
+    assert answers == expected["answers"]

@@ -181,7 +181,7 @@ def test_mistakes_are_one_sentence(trained, photos, tmp_path):
 
 
 def test_hostile_zips_are_read_and_not_believed(trained, photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("calmatch.predict.LARGEST_FILE", 1 << 20)
+    monkeypatch.setattr("calmatch.data.images.LARGEST_FILE", 1 << 20)
     good = (photos / "b.png").read_bytes()
     path = tmp_path / "evil.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -62,7 +62,7 @@ def test_anything_but_literals_is_an_error_and_not_a_call(text):
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_makes_the_parser_fail_otherwise(text):
-    for read in (spec.parse, spec.chain, spec.added, spec.dotted):
+    for read in (spec.parse, spec.chain, spec.added, spec.components):
         with contextlib.suppress(spec.SpecError):
             assert read(text) is not None
 
@@ -95,6 +95,20 @@ def test_a_mistake_gets_a_sentence_with_the_nearest_name(build, text, hint):
     assert hint in str(error.value)
 
 
-def test_dotted_names_are_found_wherever_they_hide():
-    assert spec.dotted("a|b.c(1)|d") == ["b.c"]
-    assert spec.dotted("x.y + z") == ["x.y"]
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("b.c", "a|b.c(1)|d", "x.y + z", "embedded(on='os.system')", "timm(name='hf-hub:a/b')"),
+        *("embedded(on='embedded(on=\\'a.b\\')')", "timm.x(checkpoint_path='/etc/passwd')"),
+        "embedded(on='timm.x(cache_dir=1)')",
+    ],
+)
+def test_code_in_a_spec_from_a_file_is_found_wherever_it_hides(text):
+    with pytest.raises(ValueError, match="--trust"):
+        spec.from_file(text, "model.json", False, "timm")
+    assert spec.from_file(text, "model.json", True, "timm") == text
+
+
+@pytest.mark.parametrize("text", ["flip|crop(4)", "timm.resnet18(pretrained=True)", "a(b='c.d')"])
+def test_data_in_a_spec_from_a_file_passes(text):
+    assert spec.from_file(text, "config.json", False, "timm") == text

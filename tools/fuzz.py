@@ -39,7 +39,7 @@ from calmatch.bench.render import RENDERERS
 from calmatch.bench.tables import build_tables, gather_runs, tidy_csv
 from calmatch.data.dataset import DATASETS
 from calmatch.data.folder import match_labels, read_labels
-from calmatch.data.images import ImageFiles
+from calmatch.data.images import ImageFiles, valid_text
 from calmatch.model import load_model
 from calmatch.predict import (
     TABLE_COLUMNS,
@@ -49,7 +49,6 @@ from calmatch.predict import (
     decode_one,
     open_table,
     split_names,
-    valid_text,
 )
 from calmatch.report import build
 from calmatch.runs import load_predictions, load_run
@@ -186,8 +185,8 @@ def arrays_of(chance: random.Random, data: bytes) -> bytes:
 
 def specs(chance: random.Random, work: Path) -> None:
     text = text_of(chance, chance.choice(SPECS))
-    ways: list[Callable[[str], Any]] = [spec.parse, spec.chain, spec.added, spec.dotted]
-    if not any("." in name for name in spec.dotted(text)):  # a person's own code is theirs to run
+    ways: list[Callable[[str], Any]] = [spec.parse, spec.chain, spec.added, spec.components]
+    if not any("." in item.name for item in spec.components(text)):  # code is its owner's to run
         ways = [losses.build, augment.pipeline, methods.find, _bound]
     chance.choice(ways)(text)
 

@@ -269,7 +269,8 @@ def _print_list(module: str, table: str) -> None:
     width = max(map(len, entries))
     for name, item in entries.items():
         plain = getattr(item, "func", item)  # a recipe with its labels chosen
-        print(f"{name:<{width}}  {(plain.__doc__ or '').strip().splitlines()[0]}")
+        line, *_ = (plain.__doc__ or "").strip().splitlines() or [""]  # python -OO has none
+        print(f"{name:<{width}}  {line}")
 
 
 # each command with the class of its options; without one it reads the words itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -55,7 +56,16 @@ def message(text: str, quiet: bool = False) -> None:
 def warn(text: str) -> None:
     """A line that is never left out: something was lost."""
     if _is_first_rank():
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(visible(text), markup=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    """Control characters, and what is no Unicode, as escapes: a file's name may hold any.
+
+    >>> visible("a\\x1b[31m")
+    'a\\\\x1b[31m'
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _is_first_rank() -> bool:
@@ -121,21 +131,26 @@ class ProgressBar:
 
 def run_guarded(act: Callable[[], int], command: str = "") -> int:
     """Do it; mistakes are one sentence, our own faults a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # an ASCII console shows other letters as escapes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _stoppable():
-            return act()
+            code = act()
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         print("calmatch: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone, `| head` for example
+    except BrokenPipeError:  # the reader of our output has gone, `| head` for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         sentence = _sentence(error, command)
         if sentence is None:
             traceback.print_exc()
             return 1
-        print(f"calmatch: {sentence}", file=sys.stderr)
+        print(f"calmatch: {visible(sentence)}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
 
 
@@ -147,6 +162,8 @@ def _sentence(error: Exception, command: str) -> str | None:
         place = f" ({error.filename})" if error.filename else ""
         whole = "What was written before is whole; the same command continues."
         return f"{error.strerror}{place}. {whole}"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}."
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     ours = isinstance(error, ValueError) and raised_in.is_relative_to(Path(__file__).parent)
     return str(error) if ours or hasattr(error, "exit_code") else None

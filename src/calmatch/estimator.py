@@ -86,6 +86,11 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Learn from labelled and unlabelled rows."""
         if y is None:
             raise ValueError("Classifier requires y to be passed, but the target y is None.")
+        values = y.tolist() if isinstance(y, np.ndarray) and y.dtype == object else y
+        if isinstance(values, list | tuple):  # numpy would make texts of all
+            known = [v for v in values if not (v is None or str(v) in ("-1", "-1.0"))]
+            if len({isinstance(value, str) for value in known}) > 1:
+                raise ValueError("The labels mix texts and numbers; use one kind in y.")
         if not hasattr(X, "shape"):
             X = np.asarray(X)  # noqa: N806
         pictures = len(X.shape) > 2
@@ -96,7 +101,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise ValueError(f"X has {len(X)} rows and y {len(y)}.")
             self.shape_ = X.shape[1:]
         else:
-            X, y = validate_data(self, X, y, dtype=np.float32, ensure_min_samples=2)  # noqa: N806
+            kinds = [np.float64, np.float32]
+            X, y = validate_data(self, X, y, dtype=kinds, ensure_min_samples=2)  # noqa: N806
         ids = self._ids(np.asarray(y))
         state = self.random_state
         self.seed_ = (
@@ -128,7 +134,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
         method = self.method or METHOD
         semi = method.partition("(")[0] != "supervised"
-        steps = self.steps or 300
+        steps = 300 if self.steps is None else self.steps
         config = Config(
             method=methods.paced(method, steps),
             penalty=choose_penalty(self.penalty) if semi else "",
@@ -143,8 +149,10 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         )
         check_config(config)
         # one scale for all features: scaling each is the caller's choice, in a Pipeline
-        mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-6)
-        scaled = (x - mean) / std
+        scale = float(x.abs().max()) or 1.0  # squares of tiny or huge numbers are no numbers
+        x = x.double() / scale
+        mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
+        scaled = ((x - mean) / std).float()
         self.held_out_ = None
         self.calibration_ = posthoc.Scaling("identity")
         classes = len(self.classes_)
@@ -161,8 +169,9 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         parts = frozen.parts(frozen.split)
         train_in_memory(config, parts)
         weight, bias = head_weights(parts)
-        self.coef_ = (weight / std).numpy()
-        self.intercept_ = (bias - (weight / std) @ mean).numpy()
+        weight, bias = weight.double() / std, bias.double()
+        self.intercept_ = (bias - weight @ mean).numpy()
+        self.coef_ = (weight / scale).numpy()
 
     def _fit_pictures(self, pictures: NDArray[np.uint8], ids: NDArray[np.int64]) -> None:
         """Through the same door as a folder: files and a CSV."""
@@ -207,7 +216,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             probs = self.model_.probabilities(_resized(as_bytes(X), self.model_))
         else:
             X = validate_data(self, X, dtype=np.float64, reset=False)  # noqa: N806
-            logits = X @ self.coef_.T.astype(np.float64) + self.intercept_
+            logits = X @ self.coef_.T + self.intercept_
             probs = self.calibration_(torch.from_numpy(logits)).exp()
         values: Array = probs.double().numpy()
         values /= values.sum(1, keepdims=True)

@@ -1,15 +1,18 @@
-"""Files: atomic writes, locks, and bounded readers for files that a stranger may have sent."""
+"""Files: atomic writes, locks, and the one opener of files that a stranger may have sent."""
 
 from __future__ import annotations
 
+import errno
+import glob
 import importlib
 import importlib.util
 import io
 import json
 import os
+import stat
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_BYTES = {"json": 1 << 26, "npz": 1 << 32}  # bytes, of arrays when they are unpacked
+LARGEST_TEXT = 1 << 28  # bytes of any other file that is read whole
 WINDOWS = os.name == "nt"
 LITTER_SECONDS = 24 * 3600  # after which a half-written file is left over, where one cannot ask
 fcntl, msvcrt = (
@@ -26,11 +30,51 @@ fcntl, msvcrt = (
 )  # of two systems; each has one
 
 
+def open_file(path: Path | str) -> io.BufferedReader:
+    """Open for reading; an OSError where it is no regular file: a pipe hangs, a device never ends.
+
+    Every file that calmatch reads is opened here; libraries that want a path get `regular(path)`.
+    """
+    odd = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    number = os.open(path, os.O_RDONLY | odd)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(number, "rb")
+
+
+def regular(path: Path | str) -> Path:
+    """The path, if it leads to a regular file that can be opened."""
+    open_file(path).close()
+    return Path(path)
+
+
+def read_bytes(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
+    """A whole file, if it is a regular one and not too large; an OSError else."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= most and len(data := file.read(size + 1 if size else -1)) <= most:
+            return data
+    raise OSError(errno.EINVAL, f"it is larger than {most >> 20} MiB", str(path))
+
+
+def read_text(path: Path | str) -> str:
+    """A whole file of UTF-8; an OSError or a UnicodeDecodeError."""
+    return read_bytes(path).decode("utf-8")
+
+
+def reason(error: BaseException) -> str:
+    """Why, in few words: without number and path, which the caller's sentence names."""
+    text = error.strerror if isinstance(error, OSError) else ""
+    return (text or str(error)).strip().rstrip(".") or type(error).__name__
+
+
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
     """Another name to write to; it becomes `path` when the block ends well, and vanishes else."""
     other = path.with_name(f".{path.name}.{os.getpid()}.part")
     other.unlink(missing_ok=True)  # a link somebody left there would be followed
+    _sweep(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*.part"))
     try:
         yield other
         _sync(other)
@@ -74,11 +118,9 @@ def write_npz(path: Path, /, **arrays: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A mapping from a JSON file; a ValueError in one sentence."""
     try:
-        if path.stat().st_size > LARGEST_BYTES["json"]:
-            raise ValueError("it is too large")
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(read_bytes(path, LARGEST_BYTES["json"]).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
+        raise ValueError(f"{path} cannot be read: {reason(error)}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold one mapping of names to values.")
     return content
@@ -87,13 +129,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz without running code, and without unpacking a bomb."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(regular(path)) as archive:
             if sum(item.file_size for item in archive.infolist()) > LARGEST_BYTES["npz"]:
                 raise ValueError("it is too large")
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+            return {name: _plain_array(arrays[name]) for name in arrays.files}
     except Exception as error:  # whatever zip, zlib and numpy make of a broken or hostile file
-        raise ValueError(f"{path} is not a .npz file of plain arrays: {error}.") from error
+        raise ValueError(f"{path} is not a .npz file of plain arrays: {reason(error)}.") from error
+
+
+def _plain_array(array: NDArray[Any]) -> NDArray[Any]:
+    """In this machine's byte order, and no longer numbers than torch has."""
+    long = array.dtype.kind == "f" and array.dtype.itemsize > 8
+    return array.astype(np.float64 if long else array.dtype.newbyteorder("="), copy=False)
 
 
 def refuse_links(folder: Path) -> None:
@@ -115,6 +163,22 @@ def _within(link: str, home: Path) -> bool:
         return False
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Refuse to make a run in a folder with files in it that calmatch did not write."""
+    if not folder.is_dir():
+        return
+    names = {path.name for path in folder.iterdir()}
+    ours = bool(names & {".lock", "fit.json", "work"})
+    if "config.json" in names and not ours:  # a suite writes it first
+        with suppress(ValueError):
+            ours = {"dataset", "method", "net"} <= read_json(folder / "config.json").keys()
+    if names and not ours:
+        raise ValueError(
+            f"{folder} holds {sorted(names)[0]!r}, which calmatch did not write; choose another "
+            f"--out, or empty it."
+        )
+
+
 class Busy(ValueError):
     """Another process works in this run folder."""
 
@@ -125,6 +189,7 @@ def lock(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
+        refuse_foreign(folder)
         file = (folder / ".lock").open("wb")
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
@@ -132,10 +197,7 @@ def lock(folder: Path) -> Iterator[None]:
         _acquire(file, folder)
         _held_locks.add(file)
         try:
-            for litter in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
-                with suppress(OSError):
-                    if not _is_being_written(litter):
-                        litter.unlink()  # a killed process had not finished it
+            _sweep((*folder.glob(".*.part"), *folder.glob("*/.*.part")))
             yield
         finally:
             _held_locks.discard(file)
@@ -168,6 +230,14 @@ def _is_being_written(litter: Path) -> bool:
     if WINDOWS:  # where asking whether a process lives ends it
         return time.time() - litter.stat().st_mtime < LITTER_SECONDS
     return not number.isdecimal() or _is_alive(int(number))
+
+
+def _sweep(litter: Iterable[Path]) -> None:
+    """Remove what killed processes had not finished."""
+    for path in litter:
+        with suppress(OSError):
+            if not _is_being_written(path):
+                path.unlink()
 
 
 def _is_alive(process: int) -> bool:

@@ -30,7 +30,6 @@ LICENCE = (
 KEYS_1 = {"format", "net", "method", "classes", "size", "mean", "std", "versions"}
 KEYS_2 = ("calibration", "conformal", "selective", "provenance", "licence")
 LIMITS = {"size": 1024, "classes": 100_000, "name": 1000, "number": 10_000, "tta": 16}
-TIMM_FORBIDDEN = "checkpoint_path cache_dir features_only scriptable exportable no_jit".split()
 METHOD_FILES = Path(__file__).parent / "methods"  # one for each method, of its name
 OWN_PREDICTION = ("bam",)  # methods that do not predict by the network's logits alone
 
@@ -182,14 +181,10 @@ def load_model(
     files.refuse_links(folder)
     ops.keep_freed_memory()
     note = read_model_json(folder / "model.json")
-    network = _read_network(folder / "model.safetensors", note, trust)
-    readers: dict[str, Callable[..., Any]] = {
-        "calibration": posthoc.load_scaling,
-        "conformal": posthoc.load_conformal,
-        "selective": posthoc.load_selective,
-    }
-    entries = {key: note[key] for key in readers if note.get(key) is not None}
-    parts: dict[str, Any] = {key: readers[key](entry) for key, entry in entries.items()}
+    note["net"] = _safe_net_spec(note["net"], folder, trust)
+    spec.from_file(note["method"], folder, trust)
+    network = _read_network(folder / "model.safetensors", note)
+    parts = read_calibration(note)
     scaling: Scaling = parts.get("calibration", Scaling("identity"))
     if scaling.kind == "vector" and len(scaling.values["factor"]) != len(note["classes"]):
         raise ValueError(f"The calibration in {folder} is for another number of classes.")
@@ -197,6 +192,17 @@ def load_model(
     network.to(memory_format=torch.channels_last)  # twice as fast on a CPU
     parts |= {"provenance": note.get("provenance") or {}, "note": note}
     return Model(network, tuple(note["classes"]), note["size"], **parts).to(device)
+
+
+def read_calibration(note: Mapping[str, Any]) -> dict[str, Any]:
+    """Calibration and promises of a model.json, every entry checked."""
+    readers: dict[str, Callable[..., Any]] = {
+        "calibration": posthoc.load_scaling,
+        "conformal": posthoc.load_conformal,
+        "selective": posthoc.load_selective,
+    }
+    entries = {key: note[key] for key in readers if note.get(key) is not None}
+    return {key: readers[key](entry) for key, entry in entries.items()}
 
 
 def save_calibration(
@@ -323,10 +329,9 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _read_network(path: Path, note: Mapping[str, Any], trust: bool) -> Network:
+def _read_network(path: Path, note: Mapping[str, Any]) -> Network:
     """Built without memory first and compared with the file's shapes, then for real."""
-    text = _safe_net_spec(note["net"], trust)
-    own = _predicts_itself(note["method"], trust)
+    text, own = note["net"], _predicts_itself(note["method"])
     try:
         with torch.device("meta"):
             sketch = _build_network(text, note, own)
@@ -344,32 +349,24 @@ def _read_network(path: Path, note: Mapping[str, Any], trust: bool) -> Network:
     return network.float()
 
 
-def _safe_net_spec(text: str, trust: bool) -> str:
+def _safe_net_spec(text: str, folder: Path, trust: bool) -> str:
     """A network's spec without anything that would import, download or read a file."""
     item = spec.parse(text)
-    known, in_timm = item.name in nets.NETS, item.name.startswith("timm.")
-    if not (known or in_timm or trust):
-        _refuse_import(item.name)
+    settings = {k: v for k, v in item.kwargs.items() if not k.startswith("pretrained")}
+    for key in spec.NESTED:
+        if isinstance(settings.get(key), str):
+            settings[key] = _safe_net_spec(settings[key], folder, trust)
+    item = item._replace(kwargs=settings)
+    spec.from_file(spec.write(item), folder, trust, "timm")
+    in_timm = item.name.startswith("timm.")
+    if not (item.name in nets.NETS or in_timm or trust):
         known_names = spec.nearest(item.name, nets.NETS)
         raise spec.SpecError(f"There is no net called {item.name!r}.{known_names}")
-    settings = {k: v for k, v in item.kwargs.items() if not k.startswith("pretrained")}
-    if item.name == "embedded" and isinstance(settings.get("on"), str):
-        settings["on"] = _safe_net_spec(settings["on"], trust)
-    if in_timm and (own := [key for key in settings if key in TIMM_FORBIDDEN]):
-        raise ValueError(f"A model file must not set {own[0]!r} of timm.")
-    if item.name == "timm" or not all(map(_is_plain, [*item.args, *settings.values()])):
+    if not all(map(_is_plain, [*item.args, *settings.values()])):
         raise ValueError(f"The network {text[:80]!r} has settings that a model file must not have.")
     if in_timm or item.name in nets.LITE:
         settings["pretrained"] = False
-    return spec.write(item._replace(kwargs=settings))
-
-
-def _refuse_import(name: str) -> None:
-    if "." in name:
-        raise ValueError(
-            f"This model needs the code {name!r}, which is not imported from a model file; "
-            f"add --trust if it is yours."
-        )
+    return spec.write(item)
 
 
 def _is_plain(value: Any) -> bool:
@@ -382,11 +379,9 @@ def _is_plain(value: Any) -> bool:
     return value is None
 
 
-def _predicts_itself(text: str, trust: bool) -> bool:
+def _predicts_itself(text: str) -> bool:
     """Whether a method predicts in its own way; the others' code is not even imported."""
     name = spec.parse(text).name
-    if not trust:
-        _refuse_import(name)
     if name in {path.stem for path in METHOD_FILES.glob("[a-z]*.py")} - {*OWN_PREDICTION}:
         return False
     from calmatch import methods
@@ -412,7 +407,7 @@ def _read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]
     """What the network needs from the file, after its names and shapes are known to fit."""
     stored = {name: name.replace(".", "/", 1) for name in wanted}  # net/..., method/...
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(files.regular(path), framework="pt") as file:
             names = set(file.keys())
             for name, key in stored.items():
                 fits = key in names and file.get_slice(key).get_shape() == list(wanted[name].shape)

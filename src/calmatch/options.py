@@ -64,6 +64,8 @@ class FitOptions:
     """A file that cannot be decoded is an error instead of being skipped."""
     device: str = "auto"
     """cuda, mps, cpu, or auto."""
+    trust: bool = False
+    """Import code that the model of --from, or the folder that is continued, names."""
     quiet: bool = False
     """No progress and no words."""
 
@@ -76,7 +78,7 @@ class FitOptions:
 
     def dump(self) -> dict[str, Any]:
         """JSON of what decides the result; absolute paths: the same folder is the same option."""
-        fields = {k: v for k, v in vars(self).items() if k not in ("out", "quiet")}
+        fields = {k: v for k, v in vars(self).items() if k not in ("out", "quiet", "trust")}
         return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in fields.items()}
 
 

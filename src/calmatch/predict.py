@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import socket
-import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,10 +21,18 @@ import torch
 
 from calmatch import console, files, nets
 from calmatch.data import labelfiles
-from calmatch.data.images import SUFFIXES, ImageFiles, Skipped, compute_ordered
+from calmatch.data.images import (
+    SUFFIXES,
+    ImageFiles,
+    Skipped,
+    compute_ordered,
+    is_zip,
+    too_large,
+    unfit_reason,
+    valid_text,
+)
 from calmatch.model import Model
 
-LARGEST_FILE = 1 << 28  # bytes of one file; larger ones are not images
 SHOWN = 10  # skipped files that are named on the console
 REMEMBERED = 100  # skipped files that are remembered; all are written
 TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
@@ -136,11 +143,7 @@ class ImageSource:
 
     @property
     def root(self) -> Path:
-        return self.path if self.path.is_dir() or self.is_zip else self.path.parent
-
-    @property
-    def is_zip(self) -> bool:
-        return self.path.suffix == ".zip" and self.path.is_file()
+        return self.path if self.path.is_dir() or is_zip(self.path) else self.path.parent
 
     def names(self) -> Iterator[str | Skipped]:
         """Names below the root in a fixed order, those of one folder at a time."""
@@ -148,10 +151,11 @@ class ImageSource:
             raise ValueError(f"There is no {self.path}.")
         if self.path.is_dir():
             yield from _walk_images(self.path, self.path.resolve(), "")
-        elif self.is_zip:
+        elif is_zip(self.path):
             yield from _names_in_zip(self.path)
         elif self.path.is_file():
-            yield self.path.name
+            reason = unfit_reason(self.path, self.path.resolve().parent)
+            yield Skipped(self.path.name, reason) if reason else self.path.name
         else:
             raise ValueError(f"{self.path} is neither a folder, nor a .zip, nor a picture.")
 
@@ -180,36 +184,21 @@ def _walk_images(folder: Path, root: Path, below: str) -> Iterator[str | Skipped
         if entry.is_dir(follow_symlinks=False):
             yield from _walk_images(Path(entry.path), root, f"{name}/")
         elif entry.name.lower().endswith(SUFFIXES):
-            reason = _unfit(Path(entry.path), root)
+            reason = unfit_reason(Path(entry.path), root)
             yield Skipped(name, reason) if reason else name
-
-
-def _unfit(path: Path, root: Path) -> str:
-    """Why a file must not be opened; empty if it may."""
-    try:
-        if path.is_symlink() and not path.resolve(strict=True).is_relative_to(root):
-            return "it is a link that leaves the folder"
-        facts = path.stat()
-    except OSError as error:
-        return f"it cannot be opened ({error.strerror})"
-    return _too_large(facts.st_size) if stat.S_ISREG(facts.st_mode) else "it is not a regular file"
-
-
-def _too_large(size: int) -> str:
-    return f"it is larger than {LARGEST_FILE >> 20} MiB" if size > LARGEST_FILE else ""
 
 
 def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(files.regular(path)) as archive:
             sizes = {info.filename: info.file_size for info in archive.infolist()}
-    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise ValueError(f"{path} is not a zip file: {error}.") from error
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"{path} is not a zip file: {files.reason(error)}.") from error
     for name in sorted(sizes):
         parts = name.split("/")
         hidden = any(part.startswith(".") and part != ".." for part in parts)
         if parts[0] != "__MACOSX" and not hidden and name.lower().endswith(SUFFIXES):
-            reason = _too_large(sizes[name])
+            reason = too_large(sizes[name])
             yield Skipped(name, reason) if reason else name
 
 
@@ -306,11 +295,6 @@ class Table:
         self.list.writerow((valid_text(file), valid_text(reason)))
         if len(self.skipped) < REMEMBERED:
             self.skipped.append(Skipped(file, reason))
-
-
-def valid_text(name: str) -> str:
-    """A file name as valid Unicode; bytes that are none show as \\xff."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 class CsvRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import io
 import json
 import re
 import types
@@ -208,10 +209,9 @@ def find_finished(folder: Path, config: Config) -> Run | None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl."""
     try:
-        with path.open(encoding="utf-8") as file:
-            lines = [json.loads(line) for line in file]
+        lines = [json.loads(line) for line in files.read_bytes(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}.") from error
+        raise ValueError(f"{path} cannot be read: {files.reason(error)}.") from error
     for number, line in enumerate(lines, 1):
         if not (isinstance(line, dict) and _is_line(line)):
             raise ValueError(f"{path}, line {number}: expected a step, a kind and numbers.")
@@ -283,8 +283,8 @@ def load_predictions(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _load_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header, *rows = csv.reader(file)
+        text = files.read_bytes(path).decode("utf-8-sig")
+        header, *rows = csv.reader(io.StringIO(text, newline=""))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a UTF-8 CSV file.") from error
     except ValueError:

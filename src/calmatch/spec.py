@@ -15,6 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LONGEST = 2000  # characters; a spec is a line, not a program
+NESTED = ("on",)  # arguments that are specs themselves
+# timm's arguments that read files or addresses of their own, or change what a model gives
+FORBIDDEN = (
+    "checkpoint_path cache_dir pretrained_cfg pretrained_cfg_overlay pretrained_strict "
+    "features_only scriptable exportable no_jit"
+).split()
 
 
 class Spec(NamedTuple):
@@ -78,11 +84,35 @@ def added(text: str) -> list[Spec]:
     return _split(text, ast.Add)
 
 
-def dotted(text: str) -> list[str]:
-    """The dotted names in a spec: what would be imported."""
+def from_file(text: str, where: object, trust: bool, harmless: str = "") -> str:
+    """The one door for a spec that a file names: data passes, code only with `trust`.
+
+    Args:
+        text: the spec.
+        where: the file, for the sentence.
+        trust: whether a person vouches for it (`--trust`).
+        harmless: a package whose names stand in a table, so that nothing is imported by them.
+    """
+    for item in () if trust else components(text):
+        if "." in item.name and not (harmless and item.name.startswith(f"{harmless}.")):
+            raise SpecError(
+                f"{where} names the code {item.name!r}, which is not imported from a file; "
+                f"add --trust if it is yours."
+            )
+        unsafe = [key for key in item.kwargs if key in FORBIDDEN]
+        if unsafe or item.name == harmless:
+            what = unsafe[0] if unsafe else f"{item.name}(...)"
+            raise SpecError(f"{where} sets {what!r}, which a file must not; add --trust.")
+    return text
+
+
+def components(text: str) -> list[Spec]:
+    """All components of a spec, added or chained, and those within their arguments."""
     added_parts = _operands(_syntax_tree(text), ast.Add)
     parts = [part for added_part in added_parts for part in _operands(added_part, ast.BitOr)]
-    return [name for part in parts if "." in (name := _component(part, text).name)]
+    items = [_component(part, text) for part in parts]
+    inner = [item.kwargs[key] for item in items for key in NESTED if key in item.kwargs]
+    return items + [one for text in inner if isinstance(text, str) for one in components(text)]
 
 
 def _split(text: str, joint: type[ast.operator]) -> list[Spec]:

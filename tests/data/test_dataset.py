@@ -274,27 +274,97 @@ def test_an_interrupted_cache_build_is_not_mistaken_for_a_finished_one(tmp_path)
 
     with pytest.raises(KeyboardInterrupt):
         cached_array("key", (4, 3, 2, 2), broken)
-    assert not list((tmp_path / "cache").iterdir())
+    assert [path.name for path in images.cache_folder().iterdir()] == [images.MARKER]
     whole = cached_array("key", (4, 3, 2, 2), lambda pictures: pictures.fill(9)).tensor
     assert int(whole.min()) == 9
 
 
-def test_arrays_that_nobody_used_for_long_leave_the_cache(tmp_path):
+def test_arrays_that_nobody_used_for_long_leave_the_cache_and_nothing_else_does(tmp_path):
     def make(key: str) -> torch.Tensor:
         return cached_array(key, (1, 3, 2, 2), lambda pictures: pictures.fill(9)).tensor
 
-    folder, long_ago = tmp_path / "cache", time.time() - 2 * KEPT_SECONDS
-    for key in ("used", "unused"):
+    folder, long_ago = images.cache_folder(), time.time() - 2 * KEPT_SECONDS
+    for key in ("used-1", "unused-2"):
         make(key)
         write_json(folder / f"{key}.json", {})
-    (folder / ".half.npy.1.part").touch()
-    (folder / "data").mkdir()  # downloads are not ours to remove
-    for path in folder.iterdir():
+    (folder / ".half-3.npy.1.part").touch()
+    theirs = ("../thesis.npy", "../thesis.json", "../data/x.npy", "holiday.npy", "my notes.json")
+    for name in theirs:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    for path in tmp_path.joinpath("cache").rglob("*"):
         os.utime(path, (long_ago, long_ago))
-    make("used")
-    make("new")
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["data", "new.npy", "used.json", "used.npy"]
+    make("used-1")
+    make("new-4")
+    ours = {images.MARKER, "new-4.npy", "used-1.json", "used-1.npy"}
+    assert {path.name for path in folder.iterdir()} == ours | {"holiday.npy", "my notes.json"}
+    assert all((folder / name).exists() for name in theirs)
+
+
+def test_nothing_leaves_a_folder_that_was_there_before_us(tmp_path):
+    folder = tmp_path / "cache" / "arrays"
+    folder.mkdir(parents=True)
+    (folder / "pictures-1.npy").touch()  # somebody's, although called like ours
+    os.utime(folder / "pictures-1.npy", (0, 0))
+    cached_array("new-2", (1, 3, 2, 2), lambda pictures: pictures.fill(9))
+    assert (folder / "pictures-1.npy").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "header", "other", "folder"])
+def test_a_damaged_array_in_the_cache_is_made_anew(damage):
+    def make() -> torch.Tensor:
+        return cached_array("a-1", (5, 3, 2, 2), lambda pictures: pictures.fill(9)).tensor
+
+    make()
+    path = images.cache_folder() / "a-1.npy"
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+        with pytest.raises(OSError, match="directory"):
+            make()
+        return
+    changed = {"cut": data[:-7], "empty": b"", "header": b"\0" + data[1:], "other": data[:128]}
+    path.write_bytes(changed[damage])
+    assert int(make().min()) == 9
+
+
+def test_a_full_disk_under_the_cache_is_noticed_before_it_is_mapped(tmp_path, monkeypatch):
+    """Memory-mapped files grow sparse: without room the first write to a page kills the process."""
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(OSError, match="full") as caught:
+        cached_array("a-1", (5, 3, 2, 2), lambda pictures: pictures.fill(9))
+    assert caught.value.filename
+    assert [path.name for path in images.cache_folder().iterdir()] == [images.MARKER]
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS and Windows: it is written instead
+    assert int(cached_array("a-1", (5, 3, 2, 2), lambda p: p.fill(9)).tensor.min()) == 9
+    path = images.cache_folder() / "a-1.npy"
+    assert path.stat().st_blocks * 512 >= path.stat().st_size - 4096
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_cache_on_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        code = (
+            "from calmatch.console import run_guarded\n"
+            "from calmatch.data.images import cached_array\n"
+            "act = lambda: cached_array('a-1', (1 << 20,), lambda a: a.fill(1)) and 0\n"
+            "raise SystemExit(run_guarded(act))"
+        )
+        env = ALONE | {"CALMATCH_CACHE": str(disk)}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.returncode == 2, done
+        assert "No space left on device" in done.stderr
+        assert [path.name for path in (disk / "arrays").iterdir()] == [images.MARKER]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_two_processes_building_the_same_cache_do_not_clash(tmp_path):
@@ -308,7 +378,8 @@ def test_two_processes_building_the_same_cache_do_not_clash(tmp_path):
     env = ALONE | {"CALMATCH_CACHE": str(tmp_path / "cache")}
     pair = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
     assert [process.wait(timeout=60) for process in pair] == [0, 0]
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["both.npy"]
+    names = {path.name for path in (tmp_path / "cache" / "arrays").iterdir()}
+    assert names == {"both.npy", images.MARKER}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

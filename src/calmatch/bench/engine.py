@@ -29,6 +29,7 @@ from rich.text import Text
 from calmatch import files
 from calmatch.console import console, message, run_guarded
 from calmatch.runs import find_finished, load_run
+from calmatch.training.checkpoint import list_checkpoints
 from calmatch.training.config import Config, without_seeds
 
 RUN_LOG = "run.log"
@@ -55,7 +56,7 @@ def job_state(job: Job) -> str:
 def is_held(folder: Path) -> bool:
     """Whether another process works in this folder."""
     try:
-        with (folder / ".lock").open("rb") as file:
+        with files.open_file(folder / ".lock") as file:
             return not files.try_lock(file, share=True)
     except OSError:
         return False
@@ -63,14 +64,14 @@ def is_held(folder: Path) -> bool:
 
 def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint; 0: none."""
-    names = sorted((folder / "checkpoint").glob("*.safetensors"))
-    return int(names[-1].stem) if names else 0
+    paths = list_checkpoints(folder / "checkpoint")
+    return int(paths[-1].stem) if paths else 0
 
 
 def reached_step(folder: Path) -> int:
     """The step of the newest line; 0: none yet."""
     try:
-        with (folder / "times.jsonl").open("rb") as file:
+        with files.open_file(folder / "times.jsonl") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 200))  # two lines at least
             whole = [line for line in file.readlines() if line[:1] == b"{" and line[-1:] == b"\n"]
@@ -86,7 +87,7 @@ def job_command(*jobs: Job) -> list[str]:
         job.folder.mkdir(parents=True, exist_ok=True)
         path = job.folder / "config.json"
         fields = job.config.dump()
-        if not path.exists() or json.loads(path.read_text("utf-8")) != fields:
+        if not path.exists() or files.read_json(path) != fields:
             files.write_json(path, fields)
     if len(jobs) > 1:
         return [sys.executable, "-c", TRAIN_FOLDERS, *(str(job.folder) for job in jobs)]
@@ -165,7 +166,7 @@ def last_log_lines(folder: Path, n: int = 5) -> list[str]:
 def _read_text(path: Path) -> str:
     """A file's text; empty where there is none."""
     try:
-        return path.read_text("utf-8", errors="replace")
+        return files.read_bytes(path).decode("utf-8", errors="replace")
     except OSError:
         return ""
 

@@ -523,7 +523,7 @@ class Drawing(NamedTuple):
 
     @property
     def line(self) -> str:
-        return (self.prepare.__doc__ or "").splitlines()[0]
+        return (self.prepare.__doc__ or "").partition("\n")[0]
 
 
 FIGURES: Mapping[str, Drawing] = {

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from calmatch.bench import engine
 from calmatch.bench.engine import Job, SuiteProgress
-from calmatch.files import Busy, lock, write
+from calmatch.files import Busy, lock, read_bytes, write
 from calmatch.predict import start_ray
 from calmatch.runs import find_finished
+from calmatch.training.checkpoint import list_checkpoints
 
 POLL_SECONDS = 1.0  # between a node's messages
 RETRIES = 20  # lost nodes that one run survives
@@ -245,7 +246,7 @@ def changed_files(folder: Path, before: Marks) -> tuple[Files, Marks]:
             status = path.stat()
             marks[name] = (status.st_mtime_ns, status.st_size)
             if marks[name] != before.get(name):
-                files[name] = path.read_bytes()
+                files[name] = read_bytes(path, 1 << 40)
         except FileNotFoundError:  # an old checkpoint, dropped just now
             marks.pop(name, None)
     return files, marks
@@ -255,10 +256,11 @@ def store_files(folder: Path, files: Mapping[str, bytes], names: Sequence[str]) 
     """Write what a node sent, each file whole or not at all, and drop old checkpoints."""
     for name in sorted(files, key=lambda name: (name == LAST_FILE, "/" not in name)):
         path = folder / PurePosixPath(name)
-        assert path.resolve().is_relative_to(folder.resolve())
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"A node sent {name!r}, which lies outside of {folder}.")
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, files[name])
-    for old in (folder / "checkpoint").glob("*.safetensors"):
+    for old in list_checkpoints(folder / "checkpoint"):
         if f"checkpoint/{old.name}" not in names:
             old.unlink(missing_ok=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from urllib.error import URLError
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -74,7 +72,7 @@ def build(text: str) -> Dataset:
 def data_root() -> Path:
     """Where datasets are: --data-root, or CALMATCH_DATA, or a folder in the user's cache."""
     chosen = os.environ.get("CALMATCH_DATA")
-    return Path(chosen) if chosen else stored.cache_folder() / "data"
+    return Path(chosen) if chosen else stored.cache_root() / "data"
 
 
 def official_readers(kind: str, expected: str, *splits: dict[str, Any]) -> list[Any]:
@@ -284,7 +282,7 @@ def decode_sheets(blob: bytes, ends: Any, size: int) -> Iterator[Tensor]:
     """The 256 images of each JPEG sheet of an archive; what is left of the last one is black."""
     start = 0
     for end in map(int, ends):
-        with Image.open(io.BytesIO(blob[start:end])) as sheet:
+        with stored.open_image(blob[start:end], ("JPEG",)) as sheet:
             pixels = torch.from_numpy(np.array(sheet))
         tiles = pixels.view(SHEET_SIDE, size, SHEET_SIDE, size, 3).permute(0, 2, 4, 1, 3)
         yield tiles.reshape(-1, 3, size, size)

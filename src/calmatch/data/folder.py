@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from calmatch import files
 from calmatch.console import ProgressBar
@@ -30,6 +29,7 @@ UNLABELLED = ("unlabelled", "unlabeled")
 SIZES = (16, 32, 64, 96, 128)
 LARGEST = 8 * 2**30  # bytes of decoded images that are kept; beyond, they are decoded again
 SHOWN = 5  # mistakes of one kind in a message
+LONGEST_NAME, MOST_CLASSES = 1000, 100_000  # of a class, and how many: what a model file holds
 
 
 class ImageFolder(NamedTuple):
@@ -79,6 +79,11 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
         raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
     known, notes = _by_folder(root, names) if csv is None else _by_csv(csv, names)
     classes = _order_classes(known.values())
+    if long := [name for name in classes if len(name) > LONGEST_NAME]:
+        short = f"{long[0][:40]}..."
+        raise ValueError(f"The label {short!r} has more than {LONGEST_NAME:,} characters.")
+    if len(classes) > MOST_CLASSES:
+        raise ValueError(f"{csv or root} names {len(classes):,} classes; {MOST_CLASSES:,} at most.")
     if len(classes) < 2:
         one = f"{csv or root} knows one class only, {classes[0]!r}"
         raise ValueError(f"{one}; a classifier needs two or more.")
@@ -103,8 +108,8 @@ def _list_images(root: Path) -> tuple[list[str], list[Skipped]]:
             if path.name.startswith(".") or not path.name.lower().endswith(SUFFIXES):
                 continue
             name = path.relative_to(root).as_posix()
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                skipped.append(Skipped(name, "the link leads outside the folder"))
+            if why := stored.unfit_reason(path, inside):
+                skipped.append(Skipped(name, why))
             else:
                 names.append(name)
     return sorted(names), skipped
@@ -113,8 +118,8 @@ def _list_images(root: Path) -> tuple[list[str], list[Skipped]]:
 def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
     """The first folder of a name is its class."""
     nested = {name: name.partition("/")[0] for name in names if "/" in name}
-    known = {name: first for name, first in nested.items() if first.lower() not in UNLABELLED}
-    filled = set(known.values())
+    filled = {first for first in nested.values() if first.lower() not in UNLABELLED}
+    known = {k: stored.valid_text(first) for k, first in nested.items() if first in filled}
     for folder in sorted(root.iterdir()):
         name = folder.name
         other = name.startswith((".", "__MACOSX")) or name.lower() in UNLABELLED
@@ -168,9 +173,10 @@ def fitting_size(folder: ImageFolder, sample: int = 400) -> tuple[int, int]:
     sides = []
     for name in folder.names[:: max(1, len(folder.names) // sample)]:
         try:
-            with stored.open_image((folder.root / name).read_bytes()) as image:
+            data = files.read_bytes(folder.root / name, stored.LARGEST_FILE)
+            with stored.open_image(data) as image:
                 sides.append(min(image.size))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except stored.BROKEN:
             continue
     middle = int(np.median(sides)) if sides else SIZES[0]
     return max(size for size in SIZES if size <= max(middle, SIZES[0])), middle
@@ -209,16 +215,19 @@ def decode_folder(
                 bar.update(place + 1)
         files.write(record, json.dumps(broken))  # all ASCII: names need not be valid Unicode
 
-    anew = strict or not record.exists()
-    if anew:
+    try:
+        known: dict[str, Any] | None = None if strict else files.read_json(record)
+    except ValueError:  # missing, or damaged
+        known = None
+    if known is None:
         (stored.cache_folder() / f"{key}.npy").unlink(missing_ok=True)
     images: CachedImages | ImageFiles = listed
     if math.prod(listed.shape) <= LARGEST:
         cached = stored.cached_array(key, listed.shape, fill)
         images = CachedImages(cached, torch.arange(len(listed)), key)
-    elif anew:
+    elif known is None:
         fill(None)
-    bad = files.read_json(record)
+    bad = {name: str(why) for name, why in files.read_json(record).items()}
     if not bad:
         return images, folder
     rows = [k for k, name in enumerate(folder.names) if name not in bad]
@@ -303,7 +312,7 @@ def read_labels(path: Path, names: Iterable[str] = ()) -> list[LabelRow]:
     `names` are the images of the folder, by which addresses in JSON files are understood.
     """
     try:
-        text = _decode_text(path.read_bytes(), path)
+        text = _decode_text(files.read_bytes(path), path)
         if text.lstrip().startswith(("[", "{")):
             return read_label_json(text, path, names)
         # the csv module counts lines; a person counts rows, the header being row 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import io
 import mmap
 import os
+import re
+import stat
 import struct
+import threading
 import time
 import warnings
 import zipfile
@@ -26,18 +30,27 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from calmatch.files import draft
+from calmatch import files
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# The only decoders: Pillow's others start programs (PostScript) or are there for rare files.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+LARGEST_FILE = 1 << 28  # bytes of one file; larger ones are not images
+DECODED = 1 << 30  # bytes of files, and of pixels, that all threads may hold at once
+PIXEL = 8  # bytes that decoding takes for each pixel, copies included
+STRIP = 1 << 22  # pixels that are converted at once
 KEPT_SECONDS = 30 * 24 * 3600  # that an array stays after its last use
+MARKER = "CACHEDIR.TAG"  # of a folder that may be deleted: https://bford.info/cachedir/
+SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n# Decoded images of calmatch.\n"
+OWN_NAME = re.compile(r"\.?[a-z0-9]+-[0-9a-f-]+\.(npy|json)(\.\d+\.part)?")
 Pixels = NDArray[np.uint8]
 T = TypeVar("T")
 X = TypeVar("X")
 Y = TypeVar("Y")
 BROKEN: tuple[type[Exception], ...] = (  # what Pillow's readers raise at a damaged file
     *(OSError, ValueError, SyntaxError, EOFError, ArithmeticError, AttributeError, LookupError),
-    *(MemoryError, NotImplementedError, TypeError, struct.error, zlib.error),
-    Image.DecompressionBombError,
+    *(MemoryError, NotImplementedError, TypeError, RuntimeError, struct.error, zlib.error),
+    *(Image.DecompressionBombError, zipfile.BadZipFile),
 )
 
 
@@ -58,17 +71,26 @@ class ImageFiles:
         return (len(self), 3, self.size, self.size)
 
     def data(self, place: int) -> bytes:
-        if self.root.suffix == ".zip":
-            return _open_zip(self.root, os.getpid()).read(self.names[place])
-        return (self.root / self.names[place]).read_bytes()
+        if not is_zip(self.root):
+            return files.read_bytes(self.root / self.names[place], LARGEST_FILE)
+        archive = _open_zip(self.root, os.getpid())
+        if why := too_large(archive.getinfo(self.names[place]).file_size):
+            raise ValueError(why)
+        return archive.read(self.names[place])
 
     def image(self, place: int) -> Pixels:
         """uint8 [3, size, size]; a ValueError names a file that cannot be decoded."""
         try:
-            return decode(self.data(place), self.size, self.squash)
+            with _file_room.hold(self._bytes(place)):
+                return decode(self.data(place), self.size, self.squash)
         except BROKEN as error:
-            why = str(error).strip().rstrip(".") or type(error).__name__
+            why = files.reason(error)
             raise ValueError(f"{self.names[place]} cannot be decoded: {why}.") from error
+
+    def _bytes(self, place: int) -> int:
+        if is_zip(self.root):
+            return _open_zip(self.root, os.getpid()).getinfo(self.names[place]).file_size
+        return (self.root / self.names[place]).stat().st_size
 
     def take(self, rows: Sequence[int]) -> Tensor:
         if not rows:
@@ -119,10 +141,44 @@ def take_images(images: Images, rows: Tensor) -> Tensor:
     return images.take(rows) if isinstance(images, CachedImages) else images[rows]
 
 
+def is_zip(path: Path) -> bool:
+    """Whether a path is an archive: a folder may be called so too."""
+    return path.suffix.lower() == ".zip" and not path.is_dir()
+
+
 @functools.lru_cache(maxsize=4)
 def _open_zip(path: Path, process: int) -> zipfile.ZipFile:
     """An open zip; a forked process must not share its parent's file position."""
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(files.regular(path))
+
+
+class _Room:
+    """So many bytes for all threads together: who finds too few waits."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.free, self.changed = DECODED, threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, number: int) -> Iterator[None]:
+        number = min(number, DECODED)  # one that is larger than all of it is alone
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= number)
+            self.free -= number
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += number
+                self.changed.notify_all()
+
+
+_file_room, _pixel_room = _Room(), _Room()  # always entered in this order
+if hasattr(os, "register_at_fork"):  # the threads that hold them are not in a forked process
+    os.register_at_fork(after_in_child=_file_room.clear)
+    os.register_at_fork(after_in_child=_pixel_room.clear)
 
 
 def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
@@ -133,33 +189,63 @@ def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
     """
     image = open_image(data)
     image.draft("RGB", (3 * size, 3 * size))
-    with warnings.catch_warnings():
+    with _pixel_room.hold(PIXEL * image.width * image.height), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # damaged metadata does not spoil an image
-        image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I") or image.mode == "F":
-        image = _eight_bits(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return square_image(image.convert("RGB"), size, squash)
+        ImageOps.exif_transpose(image, in_place=True)
+        return square_image(_plain_colours(image), size, squash)
 
 
-def open_image(data: bytes) -> Image.Image:
-    """An image whose pixels are not read yet; one large enough to be a bomb is refused."""
+def open_image(data: bytes, formats: tuple[str, ...] = FORMATS) -> Image.Image:
+    """An image whose pixels are not read yet; one large enough to be a bomb is refused.
+
+    The one call of Pillow's reader: without a list of formats it would start Ghostscript for a
+    PostScript file, whatever its name ends in.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            return Image.open(io.BytesIO(data))
+            return Image.open(io.BytesIO(data), formats=formats)
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise ValueError("it is too large") from error
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Grey of 16 or more bits, scaled to eight."""
-    values = np.nan_to_num(np.asarray(image, dtype=np.float64))
-    wide = image.mode.startswith("I;16") or values.max() > 255
-    top = 65535.0 if wide else 1.0 if image.mode == "F" and values.max() <= 1 else 255.0
-    return Image.fromarray((values * (255 / top)).clip(0, 255).astype(np.uint8))
+def _plain_colours(image: Image.Image) -> Image.Image:
+    """RGB of eight bits without transparency, made strip by strip where the image is large."""
+    deep = image.mode.startswith("I") or image.mode == "F"
+    top = _find_white(image) if deep else 0.0
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.width * image.height <= STRIP:
+        return _flatten(image, top)
+    whole = Image.new("RGB", image.size)
+    for start, part in _strips(image):
+        whole.paste(_flatten(part, top), (0, start))
+    return whole
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Parts of an image with the row where each begins."""
+    high = max(1, STRIP // image.width)
+    for start in range(0, image.height, high):
+        yield start, image.crop((0, start, image.width, min(start + high, image.height)))
+
+
+def _find_white(image: Image.Image) -> float:
+    """The value of white in grey of 16 or more bits."""
+    highest = max(float(np.nan_to_num(np.asarray(part)).max()) for _, part in _strips(image))
+    if image.mode.startswith("I;16") or highest > 255:
+        return 65535.0
+    return 1.0 if image.mode == "F" and highest <= 1 else 255.0
+
+
+def _flatten(image: Image.Image, top: float) -> Image.Image:
+    if top:
+        values = np.nan_to_num(np.asarray(image, dtype=np.float64))
+        image = Image.fromarray((values * (255 / top)).clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def square_image(image: Image.Image, size: int, squash: bool = False) -> Pixels:
@@ -184,7 +270,7 @@ def _crop_centre(image: Image.Image, wide: int, high: int) -> Image.Image:
 
 def list_class_folders(root: Path, below: str = "") -> dict[str, list[str]]:
     """Names of the images of each class folder, both sorted: the field's file order."""
-    if root.suffix == ".zip":
+    if is_zip(root):
         names = [name for name in _open_zip(root, os.getpid()).namelist() if name.startswith(below)]
     else:
         folders = [folder for folder in (root / below).iterdir() if folder.is_dir()]
@@ -195,6 +281,27 @@ def list_class_folders(root: Path, below: str = "") -> dict[str, list[str]]:
         if name.lower().endswith(SUFFIXES):
             classes.setdefault(Path(name).parent.name, []).append(name)
     return classes
+
+
+def unfit_reason(path: Path, inside: Path) -> str:
+    """Why a file among images must not be opened, empty if it may; `inside` is their folder."""
+    try:
+        if path.is_symlink() and not path.resolve(strict=True).is_relative_to(inside):
+            return "it is a link that leaves the folder"
+        facts = path.stat()
+    except (OSError, RuntimeError) as error:  # it leads nowhere, or to itself
+        return f"it cannot be opened ({files.reason(error)})"
+    return too_large(facts.st_size) if stat.S_ISREG(facts.st_mode) else "it is not a regular file"
+
+
+def too_large(size: int) -> str:
+    """Why a file of so many bytes is not read, empty if it is."""
+    return f"it is larger than {LARGEST_FILE >> 20} MiB" if size > LARGEST_FILE else ""
+
+
+def valid_text(name: str) -> str:
+    """A file name as valid Unicode; bytes that are none show as \\xff."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def map_threads(act: Callable[[int], T], number: int, ahead: int = 512) -> Iterator[T]:
@@ -248,46 +355,67 @@ def _count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def stamp_files(files: ImageFiles) -> str:
+def stamp_files(listed: ImageFiles) -> str:
     """A key of names, sizes and times of change: quick, for folders too large to be read twice."""
     total = hashlib.blake2b(
-        os.fsencode(f"v1 {files.root.resolve()} {files.size} {files.squash}"), digest_size=16
+        os.fsencode(f"v1 {listed.root.resolve()} {listed.size} {listed.squash}"), digest_size=16
     )
-    for name in files.names:
-        facts = (files.root / name).stat()
-        total.update(os.fsencode(f"\n{name} {facts.st_size} {facts.st_mtime_ns}"))
+    for name in listed.names:
+        try:  # number and time of its inode: files that changed places may agree in all else
+            facts = (listed.root / name).stat()
+            marks = (facts.st_size, facts.st_mtime_ns, facts.st_ino, facts.st_ctime_ns)
+        except OSError:  # it has vanished since it was listed
+            marks = (-1, 0, 0, 0)
+        total.update(os.fsencode(f"\n{name} {marks}"))
     return total.hexdigest()
 
 
-def load_cached(files: ImageFiles, title: str) -> Tensor:
+def load_cached(listed: ImageFiles, title: str) -> Tensor:
     """All images, decoded once and kept in the cache."""
 
     def fill(images: Pixels) -> None:
-        for place, image in enumerate(map_threads(files.image, len(files))):
+        for place, image in enumerate(map_threads(listed.image, len(listed))):
             images[place] = image
 
-    return cached_array(f"{title}-{_digest_files(files)}", files.shape, fill).tensor
+    return cached_array(f"{title}-{_digest_files(listed)}", listed.shape, fill).tensor
 
 
-def _digest_files(files: ImageFiles) -> str:
+def _digest_files(listed: ImageFiles) -> str:
     """A key of the contents, names and size."""
     total = hashlib.blake2b(digest_size=16)
-    total.update(f"v1 {files.size}".encode())
-    if files.root.suffix == ".zip":  # the archive's own bytes say it all
-        with files.root.open("rb") as archive:
+    total.update(f"v1 {listed.size}".encode())
+    if is_zip(listed.root):  # the archive's own bytes say it all
+        with files.open_file(listed.root) as archive:
             total.update(hashlib.file_digest(archive, "blake2b").digest())
-        total.update(os.fsencode("\n".join(files.names)))
+        total.update(os.fsencode("\n".join(listed.names)))
         return total.hexdigest()
-    for name, data in zip(files.names, map_threads(files.data, len(files)), strict=True):
-        total.update(os.fsencode(f"\n{name} {len(data)} ") + hashlib.blake2b(data).digest())
+
+    def digest(place: int) -> bytes:
+        data = listed.data(place)
+        return os.fsencode(f"\n{listed.names[place]} {len(data)} ") + hashlib.blake2b(data).digest()
+
+    for part in map_threads(digest, len(listed)):
+        total.update(part)
     return total.hexdigest()
 
 
-def cache_folder() -> Path:
+def cache_root() -> Path:
     """CALMATCH_CACHE, or calmatch's folder in the user's cache."""
     chosen = os.environ.get("CALMATCH_CACHE")
-    path = Path(chosen) if chosen else Path.home() / ".cache" / "calmatch"
-    path.mkdir(parents=True, exist_ok=True)
+    return Path(chosen) if chosen else Path.home() / ".cache" / "calmatch"
+
+
+def cache_folder() -> Path:
+    """Where arrays are kept: a folder of our own, which a marker says may be deleted."""
+    path = cache_root() / "arrays"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not any(path.iterdir()):
+            files.write(path / MARKER, SIGNATURE)
+    except OSError as error:
+        raise ValueError(
+            f"The cache {path} cannot be used: {files.reason(error)}; set CALMATCH_CACHE."
+        ) from error
     return path
 
 
@@ -328,34 +456,56 @@ def cached_array(
     mistaken for a finished one, and two processes that build the same array do not clash.
     """
     path = cache_folder() / f"{key}.npy"
-    if path.exists():
+    with contextlib.suppress(OSError, ValueError, EOFError, SyntaxError):  # missing, or damaged
+        array = open_array(path, shape, dtype)
         with contextlib.suppress(OSError):  # another's cache, which we may only read
             os.utime(path)
-    else:
-        _remove_unused()
-        with draft(path) as part:
-            target = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=shape)
-            fill(target)
-            target.flush()
-            del target  # Windows renames no file that is mapped
+        return array
+    _remove_unused()
+    with files.draft(path) as part:
+        target = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=shape)
+        _reserve(part)
+        fill(target)
+        target.flush()
+        del target  # Windows renames no file that is mapped
     return open_array(path, shape, dtype)
+
+
+def _reserve(path: Path) -> None:
+    """Take the room of a mapped file from the disk: on a full one its first use would kill us."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        try:
+            if not hasattr(os, "posix_fallocate"):  # macOS, Windows
+                raise OSError(errno.EOPNOTSUPP, "")
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise OSError(error.errno, error.strerror, str(path)) from error
+            head = file.read(1 << 20)
+            file.seek(0)
+            for start in range(0, size, 1 << 20):  # the old way: write it all
+                file.write(head if start == 0 else bytes(min(1 << 20, size - start)))
 
 
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> MappedArray:
     """An array of the cache from its file, read only."""
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    array = np.load(files.regular(path), mmap_mode="r", allow_pickle=False)
     if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"{path} is not what it should be; delete it.")
+        raise ValueError(f"{path} is not what it should be.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it
         return MappedArray(torch.from_numpy(array), array._mmap, path)
 
 
 def _remove_unused() -> None:
-    """Remove arrays that nobody used for long, their notes, and what interrupted builds left."""
-    for path in cache_folder().iterdir():
-        with contextlib.suppress(OSError):  # another process was faster, or it is not ours
-            age = time.time() - path.stat().st_mtime
-            if path.suffix in (".npy", ".part") and age > KEPT_SECONDS:
+    """Remove arrays of ours that nobody used for long, their notes, and interrupted builds."""
+    folder = cache_folder()
+    if not (folder / MARKER).is_file():
+        return  # the folder was somebody's before it was ours
+    for path in sorted(folder.iterdir(), reverse=True):  # an array before its note
+        with contextlib.suppress(OSError):  # another process was faster
+            note = path.suffix == ".json" and path.with_suffix(".npy").exists()
+            old = time.time() - path.lstat().st_mtime > KEPT_SECONDS
+            if old and not note and OWN_NAME.fullmatch(path.name):
                 path.unlink()
-                path.with_suffix(".json").unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import hashlib
 import shlex
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from calmatch import augment, console, files, methods, nets, ops, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size, read_folder
-from calmatch.data.images import Images, take_images
+from calmatch.data.images import LARGEST_FILE, Images, take_images
 from calmatch.fit import portfolio, text
 from calmatch.fit.crossval import (
     Calibration,
@@ -39,6 +40,7 @@ from calmatch.fit.plan import (
     dataset_spec,
     make_plan,
     plan_features,
+    read_plan,
     whole_network_config,
 )
 from calmatch.model import load_model, save_calibration, write_model
@@ -79,6 +81,7 @@ def _read_earlier(folder: Path, options: FitOptions) -> dict[str, Any]:
     if not path.exists():
         if (folder / "config.json").exists():
             raise ValueError(f"{folder} holds a run that `fit` did not make; choose another --out.")
+        files.refuse_foreign(folder)
         return {}
     try:
         earlier = files.read_json(path)
@@ -121,11 +124,13 @@ def _stage(number: int, quiet: bool) -> None:
 
 
 def _digest(folder: ImageFolder) -> str:
-    """Of names, sizes and labels: a resumed fit must not mix pictures."""
+    """Of names, sizes, labels and what is labelled: a resumed fit must not mix pictures."""
     total = hashlib.blake2b(digest_size=16)
     for name, label in zip(folder.names, folder.labels, strict=True):
-        size = (folder.root / name).stat().st_size
-        total.update(f"{name!r} {size} {label}\n".encode())
+        with suppress(OSError):  # it has vanished since it was listed
+            data = files.read_bytes(folder.root / name, LARGEST_FILE) if label >= 0 else b""
+            size = (folder.root / name).stat().st_size
+            total.update(f"{name!r} {size} {label} ".encode() + hashlib.blake2b(data).digest())
     return total.hexdigest()
 
 
@@ -372,10 +377,7 @@ def _fit_whole(
     console.message(text.describe_folder(own, side), quiet)
     _stage(2, quiet)
     if earlier:
-        try:
-            plan = FitPlan(**{**earlier, "notes": tuple(earlier["notes"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"Another version planned {folder}; choose another --out.") from error
+        plan = read_plan(earlier, options, folder)
     else:
         plan = make_plan(options, own, images, size)
         plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
@@ -423,7 +425,7 @@ def _fit_whole(
 def _start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[FitOptions, int]:
     """With --from: the network that starts with a model's weights, and its size."""
     assert options.start is not None
-    model = load_model(options.start)
+    model = load_model(options.start, trust=options.trust)
     gone = [name for name in model.classes if name not in listed.classes]
     if gone:
         raise ValueError(
@@ -463,7 +465,7 @@ def _adopt_run(trained: Path, folder: Path) -> None:
     done = "result.json"
     left = shutil.ignore_patterns(done, ".lock", "checkpoint")
     shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=left)
-    files.write(folder / done, (trained / done).read_bytes())
+    files.write(folder / done, files.read_bytes(trained / done))
 
 
 def _halve_batch(options: FitOptions, plan: FitPlan, folder: Path, digest: str) -> FitPlan:
@@ -535,7 +537,7 @@ def _finish(
     files.write_json(folder / "result.json", result.dump())
     run = load_run(folder)
     if not options.quiet:
-        print(text.describe_result(run, held, calibration, own, asked))
+        print(console.visible(text.describe_result(run, held, calibration, own, asked)))
     return run
 
 

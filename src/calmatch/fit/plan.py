@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +140,27 @@ class FitPlan:
     hold: float  # share of each class's labels that is held out; 0: fold models instead
     most: int = 0  # unlabelled images used; 0: all
     notes: tuple[str, ...] = ()
+
+
+def read_plan(entries: Any, options: FitOptions, folder: Path) -> FitPlan:
+    """The plan of an interrupted fit, every entry checked: a stranger may have written it.
+
+    What would be imported is taken from the command line, or refused.
+    """
+    try:
+        plan = FitPlan(**{**entries, "net": options.net, "notes": tuple(entries["notes"])})
+        hints = typing.get_type_hints(FitPlan)
+        fits = all(spec.fits(getattr(plan, name), hint) for name, hint in hints.items())
+        fits = fits and 8 <= plan.size <= 1024 and all(isinstance(n, str) for n in plan.notes)
+        for values in filter(None, (plan.mean, plan.std)):
+            fits = fits and len(values) == 3 and all(0 <= float(v) <= 1 for v in values)
+        if not fits:
+            raise TypeError
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"Another version planned {folder}; choose another --out.") from error
+    for text, asked in ((plan.weak, options.weak), (plan.strong, options.strong)):
+        spec.from_file(text, folder, options.trust or text == asked)
+    return plan
 
 
 def make_plan(options: FitOptions, own: ImageFolder, images: Images, size: int) -> FitPlan:

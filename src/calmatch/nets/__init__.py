@@ -183,13 +183,13 @@ def _download(name: str) -> Path:
                 f"The weights of {name} cannot be downloaded ({error}); fetch {url} yourself and "
                 f"write {name}(pretrained='FILE')."
             ) from error
-    with path.open("rb") as file:
+    with files.open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     note = path.with_name(f"{path.name}.sha256")
     if not note.exists():
         files.write(note, f"{digest}  {path.name}\n")
         messages.append(f"{path.name}: no checksum is published; {digest} is remembered from now.")
-    elif note.read_text("utf-8", "replace").split()[:1] != [digest]:
+    elif files.read_bytes(note).decode("utf-8", "replace").split()[:1] != [digest]:
         raise ValueError(
             f"{path} is not what {note.name} remembers, so it is not read; delete it to fetch it "
             f"anew, or both if you know why it changed."
@@ -212,10 +212,11 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"There is no weights file {path}.")
     try:
         if path.suffix == ".safetensors":
-            return dict(safetensors.torch.load_file(path))
+            return dict(safetensors.torch.load_file(files.regular(path)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
-            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+            file = files.regular(path)
+            content: Any = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a file of plain weights, so it is not read.") from error
     except safetensors.SafetensorError as error:

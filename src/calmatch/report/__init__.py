@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from calmatch import files, metrics
+from calmatch.model import read_calibration
 from calmatch.report import summary, text
 from calmatch.report.summary import Predictions
 from calmatch.runs import (
@@ -126,7 +127,7 @@ def _libraries() -> str:
 
 @functools.cache
 def _read_asset(name: str) -> str:
-    return (HERE / name).read_text("utf-8")
+    return files.read_text(HERE / name)
 
 
 @functools.cache
@@ -210,7 +211,10 @@ def operating_point(run: Run, preds: Predictions) -> dict[str, Any] | None:
 
 
 def _read_model(run: Run) -> dict[str, Any]:
-    return _read_optional_json(run.folder / "model.json")
+    """model.json, after its calibration and promises are known to be what they should be."""
+    note = _read_optional_json(run.folder / "model.json")
+    read_calibration(note)
+    return note
 
 
 def _read_optional_json(path: Path) -> dict[str, Any]:
@@ -323,7 +327,8 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
     averaged = "averaged, " if result.weights == "ema" else ""
     weights = f"{averaged}step {result.step:,} of {result.steps:,} ({result.selected})"
     environment = _read_optional_json(run.folder / "environment.json")
-    versions = [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
+    known = environment.get("versions")
+    versions = [f"{k} {v}" for k, v in known.items()] if isinstance(known, dict) else []
     facts = {
         "pictures": describe_data(run),
         "method": f"{config.method}{f' + {config.penalty}' if config.penalty else ''}",
@@ -381,5 +386,5 @@ def _step_times(path: Path) -> dict[int, float]:
     """When each step was reached; a continued run wrote some steps twice, and the last counts."""
     if not path.is_file():
         return {}
-    with path.open(encoding="utf-8") as file:
+    with files.open_file(path) as file:
         return {line["step"]: line["unix"] for line in map(json.loads, file)}

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from calmatch.console import visible
 from calmatch.metrics import Interval, wilson
 from calmatch.report.summary import Predictions, percent
 from calmatch.runs import Run
@@ -173,14 +175,15 @@ def cell(interval: Interval | None, column: Column) -> tuple[str, str]:
 
 def print_runs(runs: Sequence[Run]) -> None:
     """The table of runs."""
-    table = Table(title=_table_title(runs[0]), title_justify="left", box=SIMPLE_HEAD, padding=0)
+    title = escape(visible(_table_title(runs[0])))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("run", vertical="top", no_wrap=True)
     for column in COLUMNS:
         table.add_column(column.head, justify="right", no_wrap=True)
     for run in runs:
         cells = [cell(run.result.metrics.get(column.key), column) for column in COLUMNS]
         mark = "\n(test-selected)" if run.result.test_selected else ""
-        name = run.title.replace(" + ", "\n+ ") + mark
+        name = escape(visible(run.title)).replace(" + ", "\n+ ") + mark
         table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends in cells))
     console = Console(highlight=False)
     console.print(table)
@@ -188,7 +191,7 @@ def print_runs(runs: Sequence[Run]) -> None:
     if any(run.result.test_selected for run in runs):
         console.print(TEST_SELECTED)
     for note in sorted({note for run in runs for note in run.result.notes}):
-        console.print(note, style="yellow", markup=False)
+        console.print(visible(note), style="yellow", markup=False)
 
 
 def _table_title(run: Run) -> str:

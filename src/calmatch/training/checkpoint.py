@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from calmatch import ops
-from calmatch.files import write
+from calmatch.files import regular, write
 
 KEPT_CHECKPOINTS = 2  # on disk: the newest, and one to fall back on
 _CODES = "F64 F32 BF16 F16 I64 I32 I16 I8 U8 BOOL".split()
@@ -83,7 +84,7 @@ def save_checkpoint(
     """
     write_checkpoint(folder / f"{step:09d}.safetensors", tensors, {**note, "step": step})
     spared = scheduled_checkpoints(folder, every)[-1:]
-    for old in sorted(folder.glob("*.safetensors"))[:-KEPT_CHECKPOINTS]:
+    for old in list_checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         if old not in spared:
             old.unlink(missing_ok=True)
 
@@ -122,16 +123,21 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
     return data
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """A run's checkpoints, oldest first; files of other names are somebody else's."""
+    paths = folder.glob("[0-9]*.safetensors")
+    return sorted(path for path in paths if re.fullmatch("[0-9]{9,18}", path.stem))
+
+
 def scheduled_checkpoints(folder: Path, every: int) -> list[Path]:
     """Checkpoints of multiples of `every`, oldest first."""
-    paths = sorted(path for path in folder.glob("*.safetensors") if path.stem.isdecimal())
-    return [path for path in paths if every and int(path.stem) % every == 0]
+    return [path for path in list_checkpoints(folder) if every and int(path.stem) % every == 0]
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and note of a checkpoint; ValueError if a bit of it is wrong."""
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(regular(path), framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         note = json.loads(header["note"])
@@ -150,8 +156,8 @@ def newest_checkpoint(
     `limit` leaves out checkpoints of later steps.
     """
     complaints: list[str] = []
-    for path in sorted(folder.glob("*.safetensors"), reverse=True):
-        if limit is not None and path.stem.isdecimal() and int(path.stem) > limit:
+    for path in reversed(list_checkpoints(folder)):
+        if limit is not None and int(path.stem) > limit:
             continue
         try:
             return read_checkpoint(path), complaints

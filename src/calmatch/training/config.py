@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from calmatch import spec
+from calmatch import files, spec
 
 LARGEST_NUMBER = 1e300  # beyond it arithmetic overflows
 SMALLEST = dict.fromkeys("batch ratio steps log_every chunk eval_batch".split(), 1)
@@ -165,10 +165,10 @@ def load_config(path: Path, default: Config, trust: bool = False) -> Config:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_text(path)
         fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Cannot read {path}: {error}.") from error
+        raise ValueError(f"Cannot read {path}: {files.reason(error)}.") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON or YAML.") from error
     if not isinstance(fields, dict):
@@ -176,11 +176,9 @@ def load_config(path: Path, default: Config, trust: bool = False) -> Config:
     changes = {str(key): _read_number(str(key), value) for key, value in fields.items()}
     config = default.replace(**changes)
     check_config(config)
-    for field in () if trust else SPECS:
-        text = str(getattr(config, field))
-        for name in spec.dotted(text) if text else ():
-            if not (field == "net" and name.startswith("timm.")):  # in timm's list, not imported
-                raise ValueError(f"{path} names {name!r}, which is code; add --trust to import it.")
+    for field in SPECS:
+        if text := str(getattr(config, field)):
+            spec.from_file(text, path, trust, "timm" if field == "net" else "")
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -141,10 +142,28 @@ def _begin_training(config: Config, folder: Path, quiet: bool) -> Training:
         files.write_json(folder / "config.json", config.dump())
         files.write_json(folder / "environment.json", describe_environment(run.parts.device))
         rule = {"rule": "usb", "seed": config.split_seed, "dataset": config.dataset}
+        rule |= {"pictures": _digest_images(run.parts)}
         files.write(folder / "split.json", json.dumps({**rule, **run.parts.split._asdict()}))
+    elif ops.rank() == 0:
+        then = files.read_json(folder / "split.json").get("pictures")
+        if then is not None and then != _digest_images(run.parts):
+            raise ValueError(
+                f"The pictures or labels have changed since {folder} was begun; choose another "
+                f"--out."
+            )
     for line in run.parts.notes:
         console.message(line, quiet)
     return run
+
+
+def _digest_images(parts: Parts, most: int = 64) -> str:
+    """Of labels and some images: a continued run must not mix pictures."""
+    labels = parts.labels[torch.tensor(parts.split.labelled, dtype=torch.long)]
+    rows = torch.arange(0, len(labels), max(1, len(labels) // most))
+    pixels = _image_taker(parts.labelled)(rows)
+    total = hashlib.blake2b(labels.cpu().numpy().tobytes(), digest_size=16)
+    total.update(pixels.numpy().tobytes())
+    return total.hexdigest()
 
 
 def _resume(trainings: Sequence[Training], folders: Sequence[Path], quiet: bool) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from calmatch import files
+from calmatch import console, files
 from calmatch.options import ReplayOptions
 from calmatch.training import nonfinite
 from calmatch.training.config import Config, load_config
@@ -81,12 +81,17 @@ def replay_run(options: ReplayOptions) -> Comparison:
         comparison = _compare_logs(lines, _read_log(again, config.steps))
         if steps is None:
             comparison = _compare_predictions(comparison, folder, again)
-    then, now = ({**facts, **facts.get("versions", {})} for facts in (before, now))
+    then, now = ({**facts, **_versions(facts)} for facts in (before, now))
     shared = [name for name in then if name in now and name != "versions"]
     differ = [f"{k} {then[k]} -> {now[k]}" for k in shared if then[k] != now[k]]
     comparison = comparison._replace(differ=differ)
     _print_comparison(comparison, options.tolerance)
     return comparison
+
+
+def _versions(facts: Mapping[str, Any]) -> dict[str, Any]:
+    versions = facts.get("versions")
+    return versions if isinstance(versions, dict) else {}
 
 
 def _replay_config(folder: Path, options: ReplayOptions) -> Config:
@@ -96,7 +101,7 @@ def _replay_config(folder: Path, options: ReplayOptions) -> Config:
 
 def _read_log(folder: Path, most: int) -> list[LoggedLine]:
     try:
-        raw = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        raw = files.read_bytes(folder / "metrics.jsonl").splitlines(keepends=True)
         lines = [(line, json.loads(line)) for line in raw if line.endswith(b"\n")]
         logged = [(int(entry["step"]), line, entry) for line, entry in lines if entry["kind"]]
         return [each for each in logged if each[0] <= most]
@@ -152,7 +157,7 @@ def _compare_predictions(logs: Comparison, folder: Path, again: Path) -> Compari
         far, words = float(np.abs(one - two).max()), f"{len(one):,} predictions"
         other = int((one.argmax(1) != two.argmax(1)).sum())
         words += f", {other:,} of them of another class" if far else ""
-    same = logs.same and paths[0].read_bytes() == paths[1].read_bytes()
+    same = logs.same and files.read_bytes(paths[0]) == files.read_bytes(paths[1])
     if far > logs.largest:
         logs = logs._replace(largest=far, where="probabilities of the test set")
     return logs._replace(same=same, predictions=words)
@@ -168,7 +173,7 @@ def _print_comparison(comparison: Comparison, tolerance: float) -> None:
         print(f"Largest difference {largest:.2g}: {where or 'none in numbers'}.")
     if differ or not same:
         words = "; ".join(differ) or "nothing that is recorded"
-        print(f"What differs between then and now: {words}.")
+        print(f"What differs between then and now: {console.visible(words)}.")
     if largest > tolerance:
         raise Different(f"The replay is further away than the tolerance of {tolerance:g}.")
     if not same:
@@ -194,7 +199,8 @@ def replay_fault(folder: Path, options: ReplayOptions) -> None:
         step, after = run.step - 1, nonfinite.nonfinite_names(run)
         run.restore(before, {**note, "step": step})
         probes = nonfinite.probe_losses(run)
-    print(f"Step {step:,} of {run.parts.title} goes wrong here too, from the state before it:\n")
+    title = console.visible(run.parts.title)
+    print(f"Step {step:,} of {title} goes wrong here too, from the state before it:\n")
     width = max(len("loss"), *map(len, probes))
     print(f"{'loss':<{width}}  {'value':>10}  {'gradient':>10}  weights without a finite one")
     for name, (value, gradient, broken) in probes.items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calmatch import augment, losses, methods, nets, ops, spec
+from calmatch import augment, files, losses, methods, nets, ops, spec
 from calmatch.core import Loss, Method, Objective, RandomStream, Task, Transform
 from calmatch.data import batches, dataset
 from calmatch.data.batches import Batches, Source, Split, stream_seed
@@ -255,7 +255,7 @@ def package_version(package: str) -> str:
 def _search_file(path: Path, pattern: str) -> str | None:
     """What a file of the kernel says, where there is one."""
     try:
-        match = re.search(pattern, path.read_text("utf-8"))
+        match = re.search(pattern, files.read_text(path))
     except OSError:
         return None
     return match[1].strip() if match else None
