@@ -28,7 +28,7 @@ from calmatch.training.step import make_training
 ALL = [cell for suite in SUITES for cell in suite_cells(suite)]
 SIZES = {"eurosat": [3000] * 4 + [2500, 2500, 2000, 2500, 3000, 2500]}  # its classes are uneven
 NETS = {
-    "vit": "calmatch.nets.classic.ViT(size={size}, patch=4, width=12, heads=2, depth=2)",
+    "vit": "calmatch.nets.timm.ViT(size={size}, patch=4, width=12, heads=2, depth=2)",
     "wrn": "calmatch.nets.classic.WideResNet(depth=10, widen=1)",
     "efficientnet": "efficientnet_lite0(pretrained=False)",
     "small": "small(width=4)",

@@ -17,8 +17,8 @@ from torch.nn import functional
 from calmatch import nets
 from calmatch.core import Task
 from calmatch.methods import build
-from calmatch.nets.classic import ViT, WideResNet
-from calmatch.nets.timm import TrimmedConv2d
+from calmatch.nets.classic import WideResNet
+from calmatch.nets.timm import TrimmedConv2d, ViT
 from calmatch.training.cuda_graph import bf16_parameters
 from conftest import GOLDEN, Golden
 

