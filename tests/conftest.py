@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from calmatch import methods, nets
+from calmatch import cli, methods, nets
+from calmatch.fit import crossval
 from calmatch.model import write_model
+from calmatch.training import loop
 from calmatch.training.config import Config
 
 GOLDEN = Path(os.environ.get("CALMATCH_GOLDEN", Path(__file__).parent / "golden"))
@@ -38,11 +40,35 @@ class Golden:
         return array.double() if array.is_floating_point() else array.long()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _session(tmp_path_factory):
+    """Nothing reads or fills a person's cache; and intervals rest on few resamples.
+
+    The bootstrap would take most of a tiny run; test_metrics tests it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CALMATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        for module in (loop, crossval):
+            patch.setattr(module, "RESAMPLES", 20)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    """No test reads or fills a person's cache."""
     monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(ALONE, "CALMATCH_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def typed(capsys):
+    """A command in this process: its exit code, output and errors. `calmatch` starts a real one."""
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        code = cli.main([str(word) for word in words])
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

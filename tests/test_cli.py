@@ -6,7 +6,6 @@ import csv
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,18 +45,6 @@ def test_a_run_loads_few_modules_and_the_import_hardly_any(tmp_path):
     assert int(number) <= 38, names
 
 
-@pytest.fixture
-def typed(capsys):
-    """A command in this process: its exit code, output and errors. Others start a real one."""
-
-    def run(*words):
-        capsys.readouterr()
-        code = cli.main([str(word) for word in words])
-        return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
-
-    return run
-
-
 def test_a_real_process_tells_a_mistake_by_its_exit_code(tmp_path):
     answer = calmatch("train", "digits_40", "--method", "freematc", "--out", tmp_path / "run")
     assert answer.returncode == 2
@@ -84,37 +71,38 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(typed, tmp_path, words,
         words = [*words, "--out", str(tmp_path / "run")]
     answer = typed(*words)
     assert answer.returncode == 2
-    assert sentence in answer.err
-    assert "Traceback" not in answer.err
-    assert len(answer.err.strip().splitlines()) == 1
+    assert sentence in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1
 
 
-def test_an_unknown_flag_and_a_wrong_type_exit_with_2(typed):
+def test_an_unknown_flag_and_a_wrong_type_exit_with_2(typed, capsys):
     with pytest.raises(SystemExit) as left:
         typed("train", "digits_40", "--stepz", "5")
     assert left.value.code == 2
-    answer = calmatch("train", "digits_40", "--steps", "many")
-    assert answer.returncode == 2
-    assert "many" in answer.stderr + answer.stdout
+    with pytest.raises(SystemExit) as left:
+        typed("train", "digits_40", "--steps", "many")
+    assert left.value.code == 2
+    assert "many" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("kind", ["methods", "datasets", "nets", "recipes", "losses", "metrics"])
 def test_lists_have_a_line_each(typed, kind):
     answer = typed(kind)
     assert answer.returncode == 0
-    lines = answer.out.strip().splitlines()
+    lines = answer.stdout.strip().splitlines()
     assert lines
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
 
 
-def test_a_config_file_changes_the_recipe_and_flags_change_it_again(tmp_path):
+def test_a_config_file_changes_the_recipe_and_flags_change_it_again(typed, tmp_path):
     (tmp_path / "c.yaml").write_text("steps: 7\nlr: 0.5\nmethod: flexmatch\n")
     words = ["train", "digits_40", "--config", tmp_path / "c.yaml", "--steps", "3"]
-    answer = calmatch(*words, "--out", tmp_path / "run", "--quiet")
+    answer = typed(*words, "--out", tmp_path / "run", "--quiet")
     assert answer.returncode == 0, answer.stderr
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["steps"], config["lr"], config["method"]) == (3, 0.5, "flexmatch")
-    again = calmatch("train", tmp_path / "run" / "config.json", "--out", tmp_path / "two")
+    again = typed("train", tmp_path / "run" / "config.json", "--out", tmp_path / "two")
     assert again.returncode == 0, again.stderr
     assert "digits: 40 labels" in again.stdout
     for name in ("predictions.npz", "metrics.jsonl"):
@@ -136,12 +124,12 @@ def test_any_models_predictions_can_be_measured(typed, tmp_path):
     words = ("--json", "--resamples", "20")
     answers = [typed("evaluate", tmp_path / name, *words) for name in ("p.npz", "p.csv")]
     assert [one.returncode for one in answers] == [0, 0]
-    first, second = (json.loads(one.out) for one in answers)
+    first, second = (json.loads(one.stdout) for one in answers)
     assert first["ece"]["value"] == pytest.approx(second["ece"]["value"])
-    table = calmatch("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
+    table = typed("evaluate", tmp_path / "p.npz", "--resamples", "20").stdout
     assert "ece (%)" in table
     assert "95 %" in table
-    assert "95 %" not in typed("evaluate", tmp_path / "p.npz", "--resamples", "0").out
+    assert "95 %" not in typed("evaluate", tmp_path / "p.npz", "--resamples", "0").stdout
 
 
 @pytest.mark.parametrize(
@@ -158,7 +146,7 @@ def test_bad_predictions_are_named_by_row(typed, tmp_path, text, words):
     (tmp_path / "p.csv").write_text(text)
     answer = typed("evaluate", tmp_path / "p.csv")
     assert answer.returncode == 2
-    assert words in answer.err
+    assert words in answer.stderr
 
 
 def test_files_that_are_no_predictions_are_refused(typed, tmp_path):
@@ -170,7 +158,7 @@ def test_files_that_are_no_predictions_are_refused(typed, tmp_path):
     for name in ("pickle", "broken", "words", "bare"):
         answer = typed("evaluate", tmp_path / f"{name}.npz")
         assert answer.returncode == 2, name
-        assert len(answer.err.strip().splitlines()) == 1
+        assert len(answer.stderr.strip().splitlines()) == 1
     assert typed("report").returncode == 2
     assert typed("train", "digits_40", "--out", tmp_path / "broken.npz").returncode == 2
 

@@ -20,7 +20,7 @@ from calmatch import cli, posthoc
 from calmatch.data.images import decode
 from calmatch.model import load_model, save_calibration
 from calmatch.predict import Answered, join_names, open_table, predict, skipped_path, split_names
-from conftest import ALONE, calmatch, write_random_model
+from conftest import ALONE, write_random_model
 
 
 def draw(path: Path, seed: int, size: int = 12) -> None:
@@ -67,8 +67,8 @@ def photos(tmp_path) -> Path:
 NAMES = ["a.PNG", "b.png", "e, f.bmp", "sub/c.jpg", "sub/deep/d.webp", "ü|ß.gif"]
 
 
-def test_every_picture_is_answered_as_the_model_answers(trained, photos, tmp_path):
-    done = calmatch("predict", trained, photos, "-o", tmp_path / "out.csv")
+def test_every_picture_is_answered_as_the_model_answers(trained, photos, typed, tmp_path):
+    done = typed("predict", trained, photos, "-o", tmp_path / "out.csv")
     assert done.returncode == 0, done.stderr
     rows = read(tmp_path / "out.csv")
     assert list(rows[0]) == ["file", "label", "confidence", "set", "sure"]

@@ -31,11 +31,11 @@ from calmatch.bench.engine import (
     read_throughput,
     run_locally,
     saved_step,
-    start_job,
 )
 from calmatch.bench.paper import SUITES, Cell
 from calmatch.bench.ray import Assignment, Coordinator, changed_files, run_assignment
 from calmatch.files import lock, write
+from calmatch.training import loop
 from conftest import ALONE, calmatch
 
 WORKERS = [Worker(f"cpu {k}", {"OMP_NUM_THREADS": "1"}) for k in range(2)]
@@ -53,7 +53,7 @@ def lines_of(folder):
     return (folder / RUN_LOG).read_text().splitlines()
 
 
-def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path):
+def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path, monkeypatch):
     good = Job("good", tiny(), tmp_path / "good")
     bad = Job("bad", tiny(lr=1e30), tmp_path / "bad")
     items = perform([bad, good])
@@ -62,12 +62,14 @@ def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path):
     words = "A weight or a moment became infinite or NaN in step 1"
     assert items["bad"].note.startswith(f"exit code 2: calmatch: {words}")
     assert load_run(good.folder).config == good.config
+    assert " -m calmatch train " in lines_of(bad.folder)[0]
+    assert words in last_log_lines(bad.folder)[-1]
     before = (good.folder / "result.json").stat().st_mtime_ns
+    monkeypatch.setattr(engine, "job_command", lambda job: ["false"])  # it takes no second
     again = perform([bad, good])
     assert [again[name].state for name in ("good", "bad")] == ["kept", "failed"]
     assert (good.folder / "result.json").stat().st_mtime_ns == before
-    assert sum(" -m calmatch train " in line for line in lines_of(bad.folder)) == 2
-    assert words in last_log_lines(bad.folder)[-1]
+    assert sum(line.startswith("# exit code") for line in lines_of(bad.folder)) == 2
 
 
 def test_a_run_that_another_process_holds_is_waited_for_and_kept(tiny, tmp_path, monkeypatch):
@@ -158,14 +160,15 @@ def test_a_machine_is_divided_by_cores_and_gpus(monkeypatch):
     assert [worker.together for worker in gpus] == [2, 2]
 
 
-def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path):
-    settings = [tiny(seed=0), tiny(seed=1, split_seed=1), tiny("freematch", seed=0)]
+def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path, monkeypatch):
+    settings = [tiny(seed=0), tiny(seed=1, split_seed=1)]
     todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
     items = perform(todo, [Worker("gpu", {"OMP_NUM_THREADS": "1"}, together=3)])
-    assert [item.state for item in items.values()] == ["finished"] * 3
+    assert [item.state for item in items.values()] == ["finished"] * 2
     assert "engine.train_folders" in lines_of(todo[0].folder)[0]
     assert not (todo[1].folder / RUN_LOG).exists()
     assert (todo[1].folder / "report.html").exists()
+    monkeypatch.setattr(loop, "RESAMPLES", 500)  # as in the other process
     alone = train(settings[1], tmp_path / "alone", quiet=True)
     for name in FILES:
         assert (alone.folder / name).read_bytes() == (todo[1].folder / name).read_bytes(), name
@@ -175,28 +178,29 @@ def test_a_worker_takes_further_rows_while_there_is_room(tiny, tmp_path, monkeyp
     settings = [tiny(seed=s, split_seed=s) for s in (0, 1)] + [tiny("freematch", seed=0)]
     settings += [tiny(fold=1), tiny(fold=2)]
     todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
-    began = []
-    original = start_job
-    monkeypatch.setattr(
-        engine,
-        "start_job",
-        lambda *some, env: (began.append(len(some)), original(*some, env=env))[1],
-    )
-    items = perform(todo, [Worker("gpu", {"OMP_NUM_THREADS": "1"}, together=3)])
-    assert [item.state for item in items.values()] == ["finished"] * 5
-    assert began in ([2, 1, 2], [2, 1, 1, 1])  # the folds when two are free, or one by one
+    began = stand_in_processes(todo, monkeypatch, "1", "0.1", "0.1", "0.1")
+    items = perform(todo, [Worker("gpu", {}, together=3)])
+    assert [item.state for item in items.values()] == ["failed"] * 5
+    assert began in ([2, 1, 1, 1], [2, 1, 2])  # the folds one by one, or when two are free
+
+
+def stand_in_processes(todo, monkeypatch, *seconds):
+    """Processes that sleep so long and fail start in place of runs; how many runs each takes."""
+    for job in todo:
+        job.folder.mkdir()
+    began, naps = [], iter(seconds)
+
+    def start(*bundle, env):
+        began.append(len(bundle))
+        return subprocess.Popen(["sh", "-c", f"sleep {next(naps)}; false"])
+
+    monkeypatch.setattr(engine, "start_job", start)
+    return began
 
 
 def test_a_process_takes_five_runs_at_most(tiny, tmp_path, monkeypatch):
     todo = [Job(f"run{k}", tiny(seed=k), tmp_path / f"run{k}") for k in range(6)]
-    for job in todo:
-        job.folder.mkdir()
-    began = []
-    monkeypatch.setattr(
-        engine,
-        "start_job",
-        lambda *some, env: (began.append(len(some)), subprocess.Popen("false"))[1],
-    )
+    began = stand_in_processes(todo, monkeypatch, "0", "0")
     perform(todo, [Worker("gpu", {}, together=20)])
     assert began == [5, 1]
 

@@ -24,7 +24,6 @@ from calmatch.bench.tables import (
 )
 from calmatch.cli import main
 from calmatch.training.config import Config
-from conftest import calmatch
 
 
 @pytest.fixture
@@ -255,9 +254,9 @@ def test_a_thousand_runs_take_seconds(tmp_path):
     assert "freematch + margin" in page
 
 
-def test_the_command_prints_writes_and_refuses(make, tmp_path, capsys):
+def test_the_command_prints_writes_and_refuses(make, typed, tmp_path, capsys):
     folder = make(columns=("eurosat_20", "eurosat_40"))
-    ended = calmatch("table", folder, "--suite", "main", "--published")
+    ended = typed("table", folder, "--suite", "main", "--published")
     assert ended.returncode == 0, ended.stderr
     assert "**9.00 ± 1.00 ↓**" in ended.stdout
     assert "Seeds: 0, 1, 2; 3 runs a cell." in ended.stdout

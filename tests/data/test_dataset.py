@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -37,7 +38,7 @@ from calmatch.files import write, write_json, write_npz
 from calmatch.training import recipes
 from calmatch.training.config import Config
 from calmatch.training.setup import build_parts
-from conftest import ALONE, calmatch
+from conftest import ALONE
 
 RANDOM = np.random.default_rng(0)
 
@@ -209,8 +210,8 @@ def test_eurosat_is_the_same_from_its_tree_and_from_its_zip(tmp_path, monkeypatc
     assert torch.equal(packed.test_labels, tree.test_labels)
 
 
-def test_missing_files_are_named_in_one_sentence(tmp_path):
-    done = calmatch("datasets", "check", "stl10", "--data-root", tmp_path / "nowhere")
+def test_missing_files_are_named_in_one_sentence(typed, tmp_path):
+    done = typed("datasets", "check", "stl10", "--data-root", tmp_path / "nowhere")
     assert done.returncode == 2
     assert "put stl10_binary/ or stl10_binary.tar.gz under" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -367,17 +368,25 @@ def test_a_cache_on_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def _fill_slowly(pixels):
+    for k in range(len(pixels)):
+        pixels[k] = k
+        time.sleep(0.01)
+
+
+def _build_the_cache():
+    array = cached_array("both", (40, 3, 4, 4), _fill_slowly).tensor
+    assert all(int(array[k].min()) == k == int(array[k].max()) for k in range(40))
+
+
 def test_two_processes_building_the_same_cache_do_not_clash(tmp_path):
-    code = (
-        "import time, numpy as np; from calmatch.data import images\n"
-        "def fill(p):\n"
-        "    for k in range(len(p)): p[k] = k; time.sleep(0.01)\n"
-        "array = images.cached_array('both', (40, 3, 4, 4), fill).tensor\n"
-        "assert all(int(array[k].min()) == k == int(array[k].max()) for k in range(40))"
-    )
-    env = ALONE | {"CALMATCH_CACHE": str(tmp_path / "cache")}
-    pair = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in pair] == [0, 0]
+    start = multiprocessing.get_context("fork").Process
+    pair = [start(target=_build_the_cache) for _ in range(2)]
+    for process in pair:
+        process.start()
+    for process in pair:
+        process.join(60)
+    assert [process.exitcode for process in pair] == [0, 0]
     names = {path.name for path in (tmp_path / "cache" / "arrays").iterdir()}
     assert names == {"both.npy", images.MARKER}
 

@@ -14,12 +14,32 @@ import torch
 import calmatch.fit as fits
 from calmatch import console
 from calmatch.cli import main
+from calmatch.data.images import ImageFiles
 from calmatch.fit import crossval
 from calmatch.model import load_model
+from calmatch.options import FitOptions
+from calmatch.runs import Run
 from calmatch.training.config import Config
 from calmatch.training.loop import _resume, train_together
 from calmatch.training.step import new_training
 from pictures import accuracy, blobs, fit_into, options
+
+
+@pytest.fixture(scope="module")
+def pics(tmp_path_factory) -> Path:
+    """Three classes with five labels each, only read; tests that change pictures make their own."""
+    return blobs(tmp_path_factory.mktemp("fit") / "pics")
+
+
+@pytest.fixture(scope="module")
+def fitted(pics, tmp_path_factory) -> dict[str, Run]:
+    """A fit of each kind, only read."""
+    folder = tmp_path_factory.mktemp("fitted")
+    asked = {
+        "frozen": options(pics, frozen=True, tta=3),
+        "no_frozen": options(pics, no_frozen=True),
+    }
+    return {how: fit_into(wanted, folder / how) for how, wanted in asked.items()}
 
 
 def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys):
@@ -88,29 +108,24 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, mo
     assert "Traceback" not in said
 
 
-def test_a_method_asked_for_learns_the_last_layer(tmp_path):
-    root = blobs(tmp_path / "pics")
-    run = fit_into(options(root, frozen=True, method="fixmatch", steps=60), tmp_path / "run")
+def test_a_method_asked_for_learns_the_last_layer(pics, tmp_path):
+    run = fit_into(options(pics, frozen=True, method="fixmatch", steps=60), tmp_path / "run")
     assert run.result.kept == "fixmatch"
     assert set(run.result.scores) == {"transductive", "logistic regression", "fixmatch"}
     assert accuracy(run.folder) > 0.5
 
 
-def test_the_model_says_of_the_pool_what_the_student_says(tmp_path):
+def test_the_model_says_of_the_pool_what_the_student_says(pics, fitted):
     """The network with its joined head, views and all, against the vectors it was made of."""
-    root = blobs(tmp_path / "pics")
-    run = fit_into(options(root, frozen=True, tta=3), tmp_path / "run")
+    run = fitted["frozen"]
     model = load_model(run.folder)
     with np.load(run.folder / "unlabelled.npz") as arrays:
         names, log_probs = arrays["files"].tolist(), torch.from_numpy(arrays["log_probs"])
-    from calmatch.data.images import ImageFiles
-
-    pixels = ImageFiles(root, tuple(names), 16, squash=True).take(range(len(names)))
+    pixels = ImageFiles(pics, tuple(names), 16, squash=True).take(range(len(names)))
     assert torch.allclose(model.probabilities(pixels), log_probs.exp(), atol=2e-3)
 
 
-@pytest.mark.parametrize("change", ["label", "picture"])
-def test_a_resumed_fit_does_not_mix_pictures(tmp_path, change, monkeypatch):
+def test_a_resumed_fit_does_not_mix_pictures(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics")
     asked = options(root, frozen=True)
 
@@ -121,10 +136,12 @@ def test_a_resumed_fit_does_not_mix_pictures(tmp_path, change, monkeypatch):
         patch.setattr(fits, "save_calibration", cut)
         with pytest.raises(console.Stopped):
             fit_into(asked, tmp_path / "run")
-    if change == "label":
-        (root / "kind 0" / "0-0.png").rename(root / "kind 1" / "0-0.png")
-    else:
-        (root / "unlabelled" / "new.png").write_bytes((root / "kind 0" / "0-0.png").read_bytes())
+    first, other = root / "kind 0" / "0-0.png", root / "kind 1" / "0-0.png"
+    first.rename(other)  # another label
+    with pytest.raises(ValueError, match="have changed since"):
+        fit_into(asked, tmp_path / "run")
+    other.rename(first)
+    (root / "unlabelled" / "new.png").write_bytes(first.read_bytes())  # another picture
     with pytest.raises(ValueError, match="have changed since"):
         fit_into(asked, tmp_path / "run")
 
@@ -173,8 +190,8 @@ def test_many_labels_are_held_out_and_promise_something(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["frozen", "no_frozen"])
-def test_a_model_may_be_continued_with_a_new_class(tmp_path, how):
-    first = fit_into(options(blobs(tmp_path / "few"), **{how: True}), tmp_path / "first")
+def test_a_model_may_be_continued_with_a_new_class(fitted, tmp_path, how):
+    first = fitted[how]
     more = blobs(tmp_path / "more", classes=4)
     asked = options(more, net=None, size=None, start=first.folder)
     second = fit_into(asked, tmp_path / "second")
@@ -182,10 +199,17 @@ def test_a_model_may_be_continued_with_a_new_class(tmp_path, how):
     assert second.config.net.partition("(")[0] == first.config.net.partition("(")[0]
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory) -> tuple[FitOptions, Run]:
+    """A fit with fold models in few steps: what is asked, and the run."""
+    root = tmp_path_factory.mktemp("few")
+    asked = options(blobs(root / "pics", each=2, spare=12), steps=4, no_frozen=True)
+    return asked, fit_into(asked, root / "run")
+
+
 @pytest.mark.parametrize("place", ["copy", "result", "together"])
-def test_a_fit_with_fold_models_continues_where_it_was_cut(tmp_path, monkeypatch, place):
-    asked = options(blobs(tmp_path / "pics", each=2, spare=12), steps=4, no_frozen=True)
-    whole = fit_into(asked, tmp_path / "whole")
+def test_a_fit_with_fold_models_continues_where_it_was_cut(few, tmp_path, monkeypatch, place):
+    asked, whole = few
 
     def cut(*_: Any, **__: Any) -> None:
         raise console.Stopped(15)
@@ -208,7 +232,7 @@ def test_a_fit_with_fold_models_continues_where_it_was_cut(tmp_path, monkeypatch
             fit_into(asked, tmp_path / "cut")
     done = fit_into(asked, tmp_path / "cut")
     assert done.result.metrics == whole.result.metrics
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    weights = [(run.folder / "model.safetensors").read_bytes() for run in (whole, done)]
     assert weights[0] == weights[1]
 
 
@@ -219,14 +243,12 @@ def _once(real: Any, other: Any) -> Any:
     )
 
 
-def test_fold_models_that_do_not_fit_side_by_side_are_trained_in_turn(tmp_path, monkeypatch):
-    asked = options(blobs(tmp_path / "pics", each=2, spare=12), steps=4, no_frozen=True)
-
+def test_fold_models_that_do_not_fit_side_by_side_are_trained_in_turn(few, tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(crossval, "train_together", _once(train_together, full))
-    run = fit_into(asked, tmp_path / "run")
+    run = fit_into(few[0], tmp_path / "run")
     plan = json.loads((run.folder / "fit.json").read_text())["plan"]
     assert plan["batch"] == run.config.batch  # not halved
     assert len(list((run.folder / "work" / "all-pictures").iterdir())) == 3
@@ -260,9 +282,8 @@ def test_labels_that_mean_nothing_are_called_guessing(tmp_path, capsys):
     assert "No better than guessing" in capsys.readouterr().out
 
 
-def test_a_plan_of_another_version_is_refused_in_a_sentence(tmp_path):
-    asked = options(blobs(tmp_path / "pics"), no_frozen=True)
-    whole = fit_into(asked, tmp_path / "whole")
+def test_a_plan_of_another_version_is_refused_in_a_sentence(few, tmp_path):
+    asked, whole = few
     (tmp_path / "run").mkdir()
     held = json.loads((whole.folder / "fit.json").read_text())
     held["plan"] = {"notes": [], "gone": False}

@@ -381,7 +381,7 @@ def test_paper_and_usb_differ_where_they_should(tiny):
         assert plans[0] != plans[1], name
 
 
-def test_a_method_from_outside_trains_by_its_dotted_name(tmp_path):
+def test_a_method_from_outside_trains_by_its_dotted_name(typed, tmp_path, monkeypatch):
     package = tmp_path / "outside"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -398,11 +398,11 @@ def test_a_method_from_outside_trains_by_its_dotted_name(tmp_path):
         "        usual = self.momentum * self.usual + (1 - self.momentum) * p.amax(-1).mean()\n"
         "        return (p.amax(-1) >= usual).to(p.dtype), {'usual': usual}\n"
     )
-    words = "-m calmatch train digits_40 --dataset synthetic --labels 16 --net tiny --steps 30"
-    method = ["--method", "outside.mine.Mine(momentum=0.8)", "--weak", "crop(1)", "--out", "run"]
-    command = [sys.executable, *words.split(), *method]
-    process = subprocess.run(command, cwd=tmp_path, env=ALONE, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "train digits_40 --dataset synthetic --labels 16 --net tiny --steps 30 --weak crop(1)"
+    method = ["--method", "outside.mine.Mine(momentum=0.8)", "--out", tmp_path / "run"]
+    answer = typed(*words.split(), *method)
+    assert answer.returncode == 0, answer.stderr
     assert "outside.mine.Mine" in (tmp_path / "run" / "result.json").read_text()
 
 

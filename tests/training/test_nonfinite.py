@@ -10,20 +10,12 @@ import signal
 import pytest
 import torch
 
-from calmatch import cli, console
+from calmatch import console
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.training import checkpoint, loop, nonfinite
+from calmatch.training import checkpoint, nonfinite
 from calmatch.training.loop import train, train_together
 from calmatch.training.setup import build_parts
 from calmatch.training.step import Training, new_training
-from conftest import calmatch
-
-
-@pytest.fixture(autouse=True)
-def _without_intervals(monkeypatch):
-    """Bootstrap intervals take most of the time of a tiny run."""
-    plain = loop.measure
-    monkeypatch.setattr(loop, "measure", lambda p, y, resamples=0: plain(p, y))
 
 
 class Poisoned(FixMatch):
@@ -227,14 +219,13 @@ def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monke
     assert all(value.isfinite().all() for value in tensors.values())
 
 
-def test_the_command_ends_with_one_sentence_and_exit_code_2(tmp_path, capsys):
+def test_the_command_ends_with_one_sentence_and_exit_code_2(typed, tmp_path):
     words = "train digits_40 --dataset synthetic --labels 16 --net tiny --weak crop(1) --steps 30"
-    code = cli.main([*words.split(), "--lr", "1e30", "--out", str(tmp_path / "run"), "--quiet"])
-    said = capsys.readouterr().err
-    assert code == 2
-    assert len(said.strip().splitlines()) == 1
-    assert str(tmp_path / "run" / "fault") in said
-    replayed = calmatch("replay", tmp_path / "run")
+    ended = typed(*words.split(), "--lr", "1e30", "--out", tmp_path / "run", "--quiet")
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert str(tmp_path / "run" / "fault") in ended.stderr
+    replayed = typed("replay", tmp_path / "run")
     assert replayed.returncode == 0, replayed.stderr
     assert "goes wrong here too" in replayed.stdout
     assert re.search(r"^labelled +\S+ +\S+", replayed.stdout, re.M)

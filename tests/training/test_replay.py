@@ -12,17 +12,15 @@ import torch
 from calmatch import cli, console
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.options import ReplayOptions
-from calmatch.training import cuda_graph, loop, replay
+from calmatch.training import cuda_graph, replay
 from calmatch.training.loop import train
 from calmatch.training.setup import WORKSPACE, deterministic, package_version
 from conftest import calmatch
 
 
 @pytest.fixture
-def folder(tiny, tmp_path, monkeypatch):
+def folder(tiny, tmp_path):
     """A finished run of a second."""
-    plain = loop.measure
-    monkeypatch.setattr(loop, "measure", lambda p, y, resamples=0: plain(p, y))
     return train(tiny(steps=20), tmp_path / "run", quiet=True).folder
 
 
