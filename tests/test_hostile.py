@@ -314,6 +314,17 @@ def published(tmp_path, monkeypatch):
     return content
 
 
+def test_without_published_weights_every_way_to_get_them_is_said(published, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fail)
+    with pytest.raises(ValueError, match="no network") as caught:
+        nets._download("vit_small_patch2_32")
+    for way in ("https://", "put it at", "--weights FILE", "pretrained='FILE'", "paper_runs.py"):
+        assert way in str(caught.value)
+
+
 def test_weights_without_published_checksum_are_remembered_and_checked(published):
     path = nets._download("vit_tiny_patch2_32")
     digest = hashlib.sha256(b"first").hexdigest()

@@ -224,6 +224,10 @@ class BenchOptions:
     """Fewer steps than published, to try a suite out; choose another --out for that."""
     protocol: Literal["held-out", "paper"] | None = None
     """Which weights count in every run; paper: the best on the TEST set."""
+    net: str | None = None
+    """Another network in every run, a name of `calmatch nets` with arguments if wanted."""
+    weights: Path | None = None
+    """A file that pretrained networks start from, instead of the published weights."""
     quiet: bool = False
     """No live table and no lines but the summary."""
 

@@ -52,13 +52,16 @@ class BestOnTest(NamedTuple):
     error: float
     ece: float
     nll: float
+    classwise_ece: float | None = None
+    adaptive_ece: float | None = None
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]]) -> BestOnTest:
         """From the lines of a log."""
         tested = [line for line in lines if line["kind"] == "test"]
         best = min(tested, key=lambda line: line["error"])
-        return cls(len(tested), best["step"], best["error"], best["ece"], best["nll"])
+        others = {name: best.get(name) for name in ("classwise_ece", "adaptive_ece")}
+        return cls(len(tested), best["step"], best["error"], best["ece"], best["nll"], **others)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,9 @@ def _typed(value: Any, hint: Any) -> Any:
         return None if value is None else _typed(value, parts[0])
     if hasattr(hint, "_fields"):
         kinds = _field_types(hint).items()
-        return hint(**{name: _typed(value[name], kind) for name, kind in kinds})
+        absent = hint._field_defaults
+        given = {name: kind for name, kind in kinds if name in value or name not in absent}
+        return hint(**{name: _typed(value[name], kind) for name, kind in given.items()})
     fits = {
         float: type(value) in (int, float) and not _is_huge(value),
         int: type(value) is int and 0 <= value < 1 << 62,

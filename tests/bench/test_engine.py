@@ -264,6 +264,23 @@ def test_fewer_steps_shrink_every_interval(tiny):
     assert (small.eval_every, small.checkpoint_every) == (0, 5)
 
 
+def test_a_suite_runs_with_the_weights_one_has(tmp_path):
+    file = tmp_path / "mine.safetensors"
+    file.touch()
+    options = BenchOptions("main", tmp_path, only="eurosat", weights=file)
+    wanted = f"vit_small_patch2_32(pretrained='{file}')"
+    assert {cell.config.net for cell in choose_cells(options)} == {wanted}
+    options = BenchOptions("longtail", tmp_path, weights=file)
+    assert {cell.config.net for cell in choose_cells(options)} == {wanted, "wrn_28_2"}
+    options = BenchOptions("main", tmp_path, net="vit_tiny_patch2_32", weights=file)
+    (net,) = {cell.config.net for cell in choose_cells(options)}
+    assert net == f"vit_tiny_patch2_32(pretrained='{file}')"
+    with pytest.raises(ValueError, match="--only"):
+        choose_cells(BenchOptions("main", tmp_path, weights=file))
+    with pytest.raises(ValueError, match="no weights file"):
+        choose_cells(BenchOptions("main", tmp_path, weights=tmp_path / "gone"))
+
+
 def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
     options = BenchOptions("tiny", tmp_path, seeds=(3, 4), only="FIX", protocol="paper", steps=6)
     cells = choose_cells(options)

@@ -33,6 +33,7 @@ NETS = {
     "efficientnet": "efficientnet_lite0(pretrained=False)",
     "small": "small(width=4)",
 }
+NETS["timm.vit"] = NETS["vit"]
 
 
 def family(net):
@@ -156,6 +157,7 @@ def test_every_cell_builds_its_real_configuration():
 @pytest.mark.parametrize("net", sorted({cell.config.net for cell in ALL}))
 def test_every_network_exists_in_its_real_size(net):
     plain = re.sub(r"pretrained='usb'", "", net).replace("()", "")
+    plain = plain.replace("pretrained=True", "pretrained=False")
     plain = f"{net}(pretrained=False)" if net in nets.LITE else plain
     with torch.device("meta"):
         assert sum(p.numel() for p in nets.build(plain, 10, 96 if "96" in net else 32).parameters())
@@ -200,6 +202,29 @@ def test_margins_and_weights_are_the_published_ones():
     assert losses.margin.__kwdefaults__["weight"] == 0.1
 
 
+def test_every_source_stands_on_the_page_about_the_paper():
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
+    heads = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9]+", "-", head.lower()).strip("-") for head in heads}
+    for cell in ALL:
+        for anchor in re.findall(r"docs/paper\.md#([\w-]+)", cell.source):
+            assert anchor in anchors
+        assert "FACTS" not in cell.source
+        assert "docs/" in cell.source
+
+
+def test_refixmatch_has_usbs_rate_on_every_dataset():
+    for name in ("cifar100_200", "eurosat_40", "stl10_40"):
+        config = recipes.RECIPES[name]("refixmatch(temperature=1.0)")
+        assert (config.lr, config.layer_decay) == (5e-5, 1.0)
+
+
+def test_the_texts_network_starts_pretrained_and_is_in_a_suite():
+    nets_of = {cell.config.net for cell in suite_cells("text")}
+    assert nets_of == {recipes.stl10_text().net}
+    assert all("pretrained=True" in net and "vit_small_patch16" in net for net in nets_of)
+
+
 def test_flexmatch_has_no_warmup_where_usb_has_none():
     warmups = {(c.row, c.column): c.config.warmup for c in main()}
     assert warmups["flexmatch", "cifar100_200"] == warmups["flexmatch + margin", "eurosat_40"] == 0
@@ -216,6 +241,7 @@ def test_flexmatch_has_no_warmup_where_usb_has_none():
         ("where", 12, 2),
         ("losses", 4, 6),
         ("longtail", 6, 6),
+        ("text", 6, 2),
         ("digits", 7, 1),
     ],
 )

@@ -9,13 +9,15 @@ import time
 import pytest
 
 import fabricated
-from calmatch.bench.paper import suite_cells
+from calmatch.bench import BenchOptions, choose_cells, figures, split_paper
+from calmatch.bench.paper import PARTS, PUBLISHED_TABLES, SUITES, suite_cells
 from calmatch.bench.render import Entry, html_page, latex, markdown
 from calmatch.bench.tables import (
     build_tables,
     details_table,
     difference_table,
     gather_runs,
+    grid_table,
     protocol_table,
     published_tables,
     rank_table,
@@ -68,6 +70,87 @@ def test_any_folders_work_and_settings_that_differ_stand_in_the_name(tmp_path):
     assert table.columns == ["digits_40"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"protocol": "paper"}, "protocol=paper (weights chosen on the TEST set)"),
+        ({"steps": 20}, "steps=20"),
+        ({"net": "wrn_28_2"}, "net=wrn_28_2"),
+    ],
+)
+def test_a_row_is_the_suites_row_whatever_flags_changed(tmp_path, changes, said):
+    options = BenchOptions("main", tmp_path, seeds=(0, 1), only="eurosat,stl10", **changes)
+    for cell in choose_cells(options):
+        fabricated.run(tmp_path / cell.folder, cell.config)
+    plain = [cell for cell in suite_cells("main", [0]) if not cell.column.startswith("cifar")]
+    for suite in ("main", None):
+        table = gather_runs([tmp_path], suite)
+        assert table.rows == list(dict.fromkeys(cell.row for cell in plain))
+        assert table.columns == list(dict.fromkeys(cell.column for cell in plain))
+        assert any(said in note for note in table.notes)
+        ranked = [row[0] for row in text(rank_table(table))]
+        assert len(ranked) == 10  # the paper's own
+        assert sum("margin" in row for row in ranked) == 3
+        error, _ = published_tables(table, "main")
+        assert len(error.rows) == 3 * 11  # ours in both protocols, and theirs
+    assert any(
+        "Not run yet: supervised on cifar100_200" in n
+        for n in gather_runs([tmp_path], "main").notes
+    )
+
+
+def test_the_same_row_with_two_lengths_is_told_apart(tmp_path):
+    for steps in (20, None):
+        options = BenchOptions("main", tmp_path, seeds=(0,), only="eurosat_40 fix", steps=steps)
+        options.only = "eurosat_40/fixmatch/"
+        for cell in choose_cells(options):
+            fabricated.run(tmp_path / str(steps) / cell.folder, cell.config)
+    assert gather_runs([tmp_path]).rows == ["fixmatch (steps=20)", "fixmatch (steps=204800)"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["held-out", "paper"])
+def test_all_tables_and_figures_of_the_paper_come_from_its_runs(tmp_path, protocol):
+    for cell in choose_cells(BenchOptions("paper", tmp_path, seeds=(0, 1), protocol=protocol)):
+        folder = fabricated.run(tmp_path / cell.folder, cell.config)
+        fabricated.history(folder, seed=cell.seed)
+    parts = split_paper([tmp_path], "paper")
+    assert tuple(parts) == PARTS
+    drawn = set()
+    for name, table in parts.items():
+        cells = suite_cells(name, [0])
+        grid = grid_table(table, "error")
+        assert grid.heads[1:] == list(dict.fromkeys(cell.column for cell in cells))
+        assert [row[0] for row in text(grid)] == list(dict.fromkeys(cell.row for cell in cells))
+        assert all("–" not in row for row in text(grid))
+        shown = {}
+        for part in published_tables(table, name):
+            rows = iter(text(part))
+            for ours, _, theirs in zip(rows, rows, rows, strict=True):
+                for column, entry in zip(part.heads[1:], theirs[1:], strict=True):
+                    shown[part.title.split()[0], ours[0], column] = entry
+        heads = {"error": "error", "ece": "ECE", "classwise_ece": "CECE", "adaptive_ece": "AECE"}
+        for (row, column, metric), number in PUBLISHED_TABLES[name].items():
+            assert shown[heads[metric], row, column].startswith(f"{number.value:.2f}")
+        for figure, stem, some in figures.figures_of(table):
+            first = figures.FIGURES[figure].whole or stem.endswith(table.columns[0])
+            if first and figure != "logits_all":  # its hundreds of panels take minutes
+                figures.draw_figure(figure, figures.FIGURES[figure].prepare(some))
+                drawn.add((name, figure))
+    assert {("main", "ranks"), ("main", "critical"), ("losses", "radar")} <= drawn
+    assert ("losses", "reliability") in drawn
+
+
+def test_any_part_of_a_suite_makes_tables_and_says_what_is_missing(tmp_path):
+    for name in SUITES:
+        cells = suite_cells(name, [0])
+        fabricated.run(tmp_path / name / cells[-1].folder, cells[-1].config)
+        table = gather_runs([tmp_path / name], name)
+        assert build_tables(table, suite=name, compare=True)
+        missing = any(note.startswith("Not run yet") for note in table.notes)
+        assert missing == (len(cells) > 1)
+
+
 def test_where_a_run_was_made_does_not_decide_its_row(tmp_path):
     for seed, device in ((0, "cpu"), (1, "cuda")):
         fabricated.run(tmp_path / device, Config(seed=seed, device=device, workers=seed))
@@ -118,7 +201,9 @@ def test_real_results_hold_what_the_tables_need(tiny, tmp_path):
     best = run.result.best_on_test
     assert best.error == min(line["error"] for line in lines)
     assert best.evaluations == len(lines) == 6
-    assert best.ece == next(line["ece"] for line in lines if line["step"] == best.step)
+    chosen = next(line for line in lines if line["step"] == best.step)
+    for name in ("ece", "classwise_ece", "adaptive_ece"):
+        assert getattr(best, name) == chosen[name]
     scaled = run.result.temperature_scaled
     log_probs, labels = run.predictions()
     plain = float(nll(probabilities(log_probs), labels))
@@ -130,13 +215,21 @@ def test_real_results_hold_what_the_tables_need(tiny, tmp_path):
 
 
 def test_ranks_are_over_columns_and_leave_rows_with_gaps_out(make):
-    rows = ("fixmatch", "fixmatch + margin", "dash")
+    rows = ("fixmatch", "fixmatch + margin", "mixmatch")
     folder = make(rows, ("eurosat_20", "eurosat_40"))
-    shutil.rmtree(folder / "eurosat_20" / "dash")
+    shutil.rmtree(folder / "eurosat_20" / "mixmatch")
     table = rank_table(gather_runs([folder]))
     assert "2 columns" in table.title
     assert [row[:2] for row in text(table)] == [["fixmatch + margin", "1.00"], ["fixmatch", "2.00"]]
-    assert any("left out: dash" in note for note in table.notes)
+    assert any("left out: mixmatch" in note for note in table.notes)
+
+
+def test_the_supervised_row_is_shown_and_not_ranked(make):
+    rows = ("supervised", "fixmatch", "fixmatch + margin")
+    table = gather_runs([make(rows, ("eurosat_20", "eurosat_40"))])
+    assert table.rows[0] == "supervised"
+    assert [row[0] for row in text(rank_table(table))] == ["fixmatch + margin", "fixmatch"]
+    assert any("not ranked" in note for note in rank_table(table).notes)
 
 
 def test_with_one_column_ranks_are_over_its_seeds(make):
@@ -159,6 +252,8 @@ def test_without_a_plain_run_nothing_is_compared(make):
 def test_published_numbers_stand_beside_ours_with_their_doubts(make):
     folder = make(columns=("cifar100_400", "eurosat_40"))
     error, ece = published_tables(gather_runs([folder]), "")
+    subset = published_tables(gather_runs([folder], "where"), "where")[0]
+    assert any("19.73 ± 0.56" in entry for row in text(subset) for entry in row)
     ours, best, theirs = (dict(zip(error.heads, row, strict=True)) for row in text(error)[:3])
     assert ours["cifar100_400"] == "11.00 ± 1.00"
     assert best["cifar100_400"] == "8.00 ± 0.00"

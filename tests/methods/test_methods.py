@@ -427,6 +427,17 @@ def test_a_short_run_has_a_short_memory(text, steps, expected):
     [
         (["eurosat_40", "--method", "freematch(momentum=0.5)"], "freematch(momentum=0.5)"),
         (["eurosat_40", "--method", "simmatch"], "simmatch(temperature=0.2)"),
+        (
+            ["eurosat_40", "--method", "simmatch(faithful='paper')"],
+            "simmatch(temperature=0.2, faithful='paper')",
+        ),
+        (["eurosat_40", "--method", "simmatch(temperature=0.3)"], "simmatch(temperature=0.3)"),
+        (["stl10_40", "--method", "comatch(size=32)"], "comatch(contrast=5.0, size=32)"),
+        (["cifar100_200", "--method", "dash"], "dash(faithful='usb')"),
+        (["digits_40", "--method", "dash"], "dash"),
+        (["cifar10_40", "--method", "simmatch"], "simmatch(gate=1024)"),
+        (["cifar10_40", "--method", "bam"], "bam(warmup=10240, quantile=0.95, lr=0.005)"),
+        (["cifar100_lt_wrn_10_10", "--method", "comatch"], "comatch(gate=1024)"),
         (["digits_40"], "fixmatch"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from calmatch import spec
@@ -46,8 +47,9 @@ def run_suite(options: BenchOptions) -> None:
         again = "Time is up; the same command goes on."
         print(f"{again} Tables until then: calmatch table {options.out}")
     elif folders := [job.folder for job in jobs if engine.job_state(job) == "finished"]:
-        changed = options.steps is not None or options.protocol is not None
-        write_all(folders, options.out / options.suite, None if changed else options.suite)
+        for part, table in split_paper(folders, options.suite).items():
+            out = options.out / options.suite
+            write_all(table, out if part == options.suite else out / part, part)
     _report_failures(progress)
 
 
@@ -63,10 +65,31 @@ def choose_cells(options: BenchOptions) -> list[paper.Cell]:
                 config = shorten(config, options.steps)
             if options.protocol:
                 config = config.replace(protocol=options.protocol)
+            if options.net:
+                config = config.replace(net=options.net)
             cells.setdefault(cell.folder, cell._replace(config=config))
     if not cells:
         raise ValueError(f"No run of {options.suite} has {options.only!r} in its name.")
-    return list(cells.values())
+    return _with_weights(list(cells.values()), options.weights)
+
+
+def _with_weights(cells: list[paper.Cell], weights: Path | None) -> list[paper.Cell]:
+    """The cells whose network starts pretrained, from this file."""
+    if weights is None:
+        return cells
+    if not weights.is_file():
+        raise ValueError(f"There is no weights file {weights}.")
+    items = {net: spec.parse(net) for net in {cell.config.net for cell in cells}}
+    started = {net: item for net, item in items.items() if "pretrained" in item.kwargs} or items
+    if len(started) > 1:
+        known = ", ".join(sorted(item.name for item in started.values()))
+        raise ValueError(f"One file cannot start {known}; choose cells with --only, or set --net.")
+    ((net, item),) = started.items()
+    text = spec.write(item._replace(kwargs={**item.kwargs, "pretrained": str(weights.resolve())}))
+    changed = {
+        c.folder: c.config.replace(net=text if c.config.net == net else c.config.net) for c in cells
+    }
+    return [cell._replace(config=changed[cell.folder]) for cell in cells]
 
 
 def shorten(config: Config, steps: int) -> Config:
@@ -170,22 +193,32 @@ def _report_failures(progress: SuiteProgress) -> None:
         )
 
 
+def split_paper(paths: Sequence[Path], suite: str | None) -> dict[str, tables.RunTable]:
+    """Runs by the suite whose tables they make; those of the whole paper by the paper's tables."""
+    if suite != "paper":
+        return {suite or "": tables.gather_runs(paths, suite)}
+    parts = {}
+    for name in paper.PARTS:
+        with suppress(ValueError):  # no run of this part
+            parts[name] = tables.gather_runs(paths, name)
+    return parts or {suite: tables.gather_runs(paths, suite)}
+
+
 TABLE_KINDS = {".md": "md", ".tex": "latex", ".csv": "csv", ".html": "html"}
 
 
-def write_all(folders: Sequence[Path], out: Path, suite: str | None) -> None:
+def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
     """Write every table and every figure that finished runs allow; print a line about each.
 
     Args:
-        folders: of the runs.
+        table: of the runs.
         out: where the files go.
-        suite: whose names and published numbers apply; None: the runs are changed ones.
+        suite: whose names and published numbers apply.
     """
     from calmatch.bench import figures
     from calmatch.report import charts
 
     out.mkdir(parents=True, exist_ok=True)
-    table, suite = tables.gather_runs(folders, suite), suite or ""
     compare = any(paper.find_published(g.row, g.column, "error", suite) for g in table.groups)
     built = tables.build_tables(table, suite=suite, compare=compare)
     for ending, kind in TABLE_KINDS.items():
@@ -212,12 +245,16 @@ def table_command(options: TableOptions) -> None:
         if options.out.suffix not in TABLE_KINDS:
             raise ValueError(f"{options.out} should end in {', '.join(TABLE_KINDS)}, or set --to.")
         kind = TABLE_KINDS[options.out.suffix]
-    table = tables.gather_runs(options.runs, options.suite)
-    suite, compare = options.suite or "", options.published
+    parts = split_paper(options.runs, options.suite)
     if kind == "csv":
-        text = tables.tidy_csv(table, suite=suite, compare=compare)
+        texts = [tables.tidy_csv(t, suite=s, compare=options.published) for s, t in parts.items()]
+        text = texts[0] + "".join(each.partition("\n")[2] for each in texts[1:])
     else:
-        text = render.RENDERERS[kind](tables.build_tables(table, suite=suite, compare=compare))
+        built = []
+        for suite, table in parts.items():
+            own = tables.build_tables(table, suite=suite, compare=options.published)
+            built += [t._replace(title=f"{suite}: {t.title}") if len(parts) > 1 else t for t in own]
+        text = render.RENDERERS[kind](built)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write(options.out, text)
@@ -241,7 +278,10 @@ def figure_command(name: str, options: FigureOptions) -> None:
     path = options.out or Path(f"{name}.svg")
     if path.suffix not in charts.FORMATS:
         raise ValueError(f"{path} should end in {', '.join(charts.FORMATS)}.")
-    table = tables.gather_runs(options.runs, options.suite) if options.runs else None
+    suite = options.suite
+    if suite == "paper" and drawing.whole:  # the part that the paper draws it of
+        suite = "losses" if name == "radar" else "main"
+    table = tables.gather_runs(options.runs, suite) if options.runs else None
     if table and options.column:
         table = table.only(options.column)
     if options.published and drawing.published is not None:

@@ -16,6 +16,7 @@ PSEUDO = ("fixmatch", "flexmatch", "freematch")  # the methods the paper adds it
 OTHERS = ("mixmatch", "dash", "adamatch", "defixmatch")
 SUPPLEMENT = "pimodel meanteacher vat remixmatch uda crmatch comatch simmatch softmatch".split()
 COLUMNS = ("cifar100_200", "cifar100_400", "eurosat_20", "eurosat_40", "stl10_40", "stl10_100")
+TEXT = ("stl10_text_40", "stl10_text_100")
 TAILS = ("10_-10", "10_10", "15_15")
 LONG_TAILED, LONG_TAILED_WRN = (
     tuple(f"cifar100_lt_{net}{tail}" for tail in TAILS) for net in ("", "wrn_")
@@ -59,7 +60,9 @@ def simmatch() -> list[Cell]:
 
 def bam() -> list[Cell]:
     """FixMatch against BaM and against the margin on CIFAR-100."""
-    theirs = SuiteRow("bam", source="BaM on USB's network: no code is published (FACTS 4)")
+    theirs = SuiteRow(
+        "bam", source="BaM on USB's network: no code is published (docs/paper.md#bam)"
+    )
     fixmatch = SuiteRow("fixmatch")
     return _cells("bam", COLUMNS[:2], lambda c: [fixmatch, theirs, _margin("fixmatch", c)])
 
@@ -77,7 +80,7 @@ def where() -> list[Cell]:
 
 def losses() -> list[Cell]:
     """Label smoothing, focal loss or the margin on FreeMatch; ECE, CECE and AECE (radar plots)."""
-    source = "its strength is published nowhere (FACTS 1.2); the usual one"
+    source = "its strength is published nowhere (docs/paper.md#the-penalty); the usual one"
     others = [
         SuiteRow(f"freematch + {text.partition('(')[0]}", {"unlabelled_loss": text}, source)
         for text in ("smoothing(alpha=0.1)", "focal(gamma=2)")
@@ -109,22 +112,32 @@ def wrn() -> list[Cell]:
     return _cells("wrn", ["cifar10_40", "cifar10_250"], _main_rows)
 
 
+def text() -> list[Cell]:
+    """STL-10 as the paper's text has it: ViT-S/16 at 96 px, layer decay 0.95."""
+    return _cells("text", TEXT, _pairs)
+
+
 def digits() -> list[Cell]:
     """Supervised and three methods with and without margin: minutes on two cores."""
     return _cells("digits", ["digits_40"], lambda c: [SuiteRow("supervised"), *_pairs(c)])
 
 
+PARTS = ("main", "supplement", "simmatch", "bam", "where", "losses", "longtail")
+
+
 def paper() -> list[Cell]:
     """All of the paper's experiments; what several tables share is run once."""
     runs: dict[Path, Cell] = {}
-    for part in (main, supplement, simmatch, bam, where, losses, longtail):
-        for cell in part():
+    for part in PARTS:
+        for cell in SUITES[part]():
             runs.setdefault(cell.folder, cell)
     return list(runs.values())
 
 
-_SUITES = (paper, main, supplement, simmatch, bam, where, losses, longtail, margin, wrn, digits)
-SUITES: dict[str, Callable[[], list[Cell]]] = {suite.__name__: suite for suite in _SUITES}
+_SUITES = (paper, main, supplement, simmatch, bam, where, losses, longtail, text)
+SUITES: dict[str, Callable[[], list[Cell]]] = {
+    suite.__name__: suite for suite in (*_SUITES, margin, wrn, digits)
+}
 
 
 def suite_cells(suite: str, seeds: Sequence[int] | None = None) -> list[Cell]:
@@ -161,7 +174,7 @@ def _cells(
 
 
 def _with_seed(cell: Cell, seed: int) -> Cell:
-    """The cell with another seed; USB draws the labelled images anew with each (FACTS 2.4)."""
+    """The cell with another seed; USB draws the labelled images anew with each."""
     return cell._replace(seed=seed, config=cell.config.replace(seed=seed, split_seed=seed))
 
 
@@ -191,21 +204,25 @@ def _margin(
 def _published_margin(method: str, column: str) -> tuple[int, str]:
     """The published margin of a cell, and where it stands."""
     if column.startswith("eurosat"):
-        return 8, "m = 8 by the supplement; its configurations have none (FACTS 1.5 j)"
+        return 8, "m = 8 by the supplement; its configurations have none (docs/paper.md#margins)"
     if method == "freematch" and column.startswith("stl10"):
         m = 4 if column.endswith("_40") else 6
-        return m, f"m = {m} by the supplement, chosen on the test set (FACTS 1.5 j)"
-    return 10, "m = 10 (FACTS 1.2)"
+        return m, f"m = {m} by the supplement, chosen on the test set (docs/paper.md#margins)"
+    return 10, "m = 10 (docs/paper.md#margins)"
 
 
 SETS = {"disagree": "U'", "all": "both"}
-_USB_CV = "USB's usb_cv configuration (FACTS 2.1, 2.2)"
-_STL10 = f"{_USB_CV}; the paper's text names ViT-S and layer decay 0.95 (FACTS 1.5 d, e)"
+_USB_CV = "USB's usb_cv configuration (docs/paper.md#protocol)"
+_STL10 = f"{_USB_CV}; the paper's text names ViT-S and layer decay 0.95 (suite text)"
+_TEXT = "the paper's text; timm's weights, as it names none (docs/paper.md#text-and-configurations)"
 _TAIL_VIT = (
-    "USB's long tail (FACTS 2.5) with ViT-S: the only network that explains the table (1.5 i)"
+    "USB's long tail with ViT-S: the only network that explains the table "
+    "(docs/paper.md#long-tails)"
 )
-_TAIL_WRN = "USB's classic_cv_imb configuration (FACTS 2.5), as the paper's text says"
-_CLASSIC = "USB's classic_cv protocol (FACTS 2.5), weight decay 5e-4 as in FixMatch's paper"
+_TAIL_WRN = (
+    "USB's classic_cv_imb configuration (docs/paper.md#long-tails), as the paper's text says"
+)
+_CLASSIC = "USB's classic_cv protocol (docs/paper.md#long-tails), weight decay 5e-4 as in FixMatch"
 SOURCES: Mapping[str, str] = {
     **dict.fromkeys(COLUMNS, _USB_CV),
     "cifar100_1000": f"{_USB_CV}; there is no configuration for 1,000 labels",
@@ -213,7 +230,8 @@ SOURCES: Mapping[str, str] = {
     **dict.fromkeys(LONG_TAILED, _TAIL_VIT),
     **dict.fromkeys(LONG_TAILED_WRN, _TAIL_WRN),
     **dict.fromkeys(("cifar10_40", "cifar10_250"), _CLASSIC),
-    "digits_40": "the demo's recipe",
+    **dict.fromkeys(TEXT, _TEXT),
+    "digits_40": "calmatch's own recipe (docs/bench.md)",
 }
 
 

@@ -19,7 +19,7 @@ class Mean(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Mean and sample standard deviation; the paper mixes ddof 0 and 1 (FACTS 1.5, 7).
+    """Mean and sample standard deviation; the paper mixes ddof 0 and 1.
 
     >>> mean([1.0, 2.0, 3.0])
     Mean(value=2.0, sd=1.0, number=3)

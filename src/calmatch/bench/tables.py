@@ -19,6 +19,9 @@ from calmatch.training.config import FREE_FIELDS, Config
 
 # neither seeds nor these decide which row a run belongs to
 IGNORED_FIELDS = {*FREE_FIELDS, *"seed split_seed log_every checkpoint_every chunk".split()}
+# nor do these decide which row of a suite it is: flags of `bench` change them
+CHANGED_BY_FLAGS = tuple("steps protocol net precision warmup eval_every".split())
+SHOWN_GAPS = 6  # cells without a run that are named
 Seeds = tuple[int, int]  # seed and split_seed: what two rows are paired by
 
 
@@ -64,36 +67,59 @@ class RunTable(NamedTuple):
 
 
 @functools.cache
-def config_key(config: Config) -> str:
-    """What a run is, apart from its seeds."""
-    return json.dumps([item for item in config.dump().items() if item[0] not in IGNORED_FIELDS])
+def config_key(config: Config, *also_ignored: str) -> str:
+    """What a run is, apart from its seeds and from the fields that are to be ignored too."""
+    ignored = {*IGNORED_FIELDS, *also_ignored}
+    return json.dumps([item for item in config.dump().items() if item[0] not in ignored])
 
 
 def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     """The finished runs in or under some folders; those of one suite alone, in its order."""
     runs, notes = _load_runs(paths)
-    known: dict[str, tuple[str, str]] = {}
+    cells: dict[str, paper.Cell] = {}  # by what no flag changes
     for name in [suite] if suite else paper.SUITES:
         for cell in paper.suite_cells(name, [0]):
-            known.setdefault(config_key(cell.config), (cell.row, cell.column))
+            cells.setdefault(config_key(cell.config, *CHANGED_BY_FLAGS), cell)
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         by_key.setdefault(config_key(run.config), []).append(run)
-    keys = [key for key in known if key in by_key]
-    others = [key for key in by_key if key not in known]
-    if not suite:
-        keys += others
-    elif others:
-        number = sum(len(by_key[key]) for key in others)
-        notes.append(f"Not of the suite {suite} and left out: {number} runs.")
-    if not keys:
+    by_cell: dict[str, list[list[Run]]] = {key: [] for key in cells}
+    others: list[list[Run]] = []
+    for same in by_key.values():
+        key = config_key(same[0].config, *CHANGED_BY_FLAGS)
+        by_cell.get(key, others).append(same)
+    if suite and others:
+        notes.append(f"Not of the suite {suite} and left out: {sum(map(len, others))} runs.")
+    groups, changes = [], set()
+    for key, cell in cells.items():
+        for same in by_cell[key]:
+            config = same[0].config
+            groups.append(Group(cell.row, cell.column, config, _by_seed(same, notes)))
+            changes |= {
+                f"{field}={getattr(config, field)}"
+                for field in CHANGED_BY_FLAGS[:3]
+                if getattr(config, field) != getattr(cell.config, field)
+            }
+    for same in [] if suite else others:
+        config = same[0].config
+        column = f"{config.dataset}_{config.labels}"
+        groups.append(Group(_row_title(config), column, config, _by_seed(same, notes)))
+    if not groups:
         raise ValueError("There is no finished run to show; name run folders or a folder of them.")
-    groups = []
-    for key in keys:
-        config = by_key[key][0].config
-        row, column = known.get(key) or (_row_title(config), f"{config.dataset}_{config.labels}")
-        groups.append(Group(row, column, config, _by_seed(by_key[key], notes)))
+    if changes:
+        chosen = " (weights chosen on the TEST set)" if "protocol=paper" in changes else ""
+        notes.append(f"Not as the suite says: {', '.join(sorted(changes))}{chosen}.")
+    if suite and (missing := _missing_cells(cells.values(), groups)):
+        notes.append(missing)
     return RunTable(_tell_apart(groups), notes)
+
+
+def _missing_cells(cells: Iterable[paper.Cell], groups: Sequence[Group]) -> str:
+    """Which cells of a suite have no finished run, in words; empty: none."""
+    there = {(group.row, group.column) for group in groups}
+    gaps = [f"{c.row} on {c.column}" for c in cells if (c.row, c.column) not in there]
+    more = f" and {len(gaps) - SHOWN_GAPS} more" if len(gaps) > SHOWN_GAPS else ""
+    return f"Not run yet: {', '.join(gaps[:SHOWN_GAPS])}{more}." if gaps else ""
 
 
 def _load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -147,6 +173,8 @@ def _tell_apart(groups: list[Group]) -> list[Group]:
     for group in groups:
         same, own = by_cell[group.row, group.column], group.config.dump()
         differ = [f for f in own if f not in IGNORED_FIELDS and len({str(d[f]) for d in same}) > 1]
+        if "steps" in differ:  # then these go without saying
+            differ = [field for field in differ if field not in ("warmup", "eval_every")]
         words = ", ".join(f"{field}={own[field]}" for field in differ)
         named.append(group._replace(row=f"{group.row} ({words})") if differ else group)
     return named
@@ -210,7 +238,7 @@ def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:
     return [own[seeds] - other[seeds] for seeds in own if seeds in other]
 
 
-def selected_on_test(run: Run) -> Mapping[str, float] | None:
+def selected_on_test(run: Run) -> Mapping[str, Any] | None:
     """The best evaluation on the test set; None if there was only one to choose from."""
     best = run.result.best_on_test or BestOnTest.of(run.lines("test"))
     return best._asdict() if best.evaluations > 1 else None
@@ -359,6 +387,7 @@ def scaling_table(table: RunTable) -> Table:
     return Table(title, heads, rows, [f"{SCALING} {ORACLE}"], words=2)
 
 
+UNRANKED = "supervised"  # shown beside the paper's ten rows
 Scores = Mapping[str, Mapping[str, Sequence[float]]]  # row -> metric -> one number a setting
 
 
@@ -381,8 +410,10 @@ def rank_table(table: RunTable) -> Table | None:
         for name, test in tests.items()
     ]
     notes.append("'all' counts error and ECE of the same runs as two settings, as the paper does.")
-    if dropped := [row for row in table.rows if row not in scores]:
+    if dropped := [row for row in table.rows if row not in scores and row != UNRANKED]:
         notes.append(f"Not in every setting and left out: {', '.join(dropped)}.")
+    if UNRANKED in table.rows:
+        notes.append(f"{UNRANKED} is not ranked, as in the paper.")
     return Table(f"Friedman ranks over {kind}, lowest best", ["row", *tests], rows, notes)
 
 
@@ -394,7 +425,7 @@ def rank_scores(table: RunTable) -> tuple[Scores, str]:
     several = len(table.columns) > 1
     seeds = sorted({seeds for group in table.groups for seeds in group.runs})
     scores: dict[str, dict[str, list[float]]] = {}
-    for row in table.rows:
+    for row in [row for row in table.rows if row != UNRANKED]:
         by_metric = {}
         for metric in ("error", "ece"):
             values = [seed_values(table.at(row, column), metric) for column in table.columns]
@@ -454,7 +485,10 @@ def published_tables(table: RunTable, suite: str) -> list[Table]:
     Ours stand in both protocols: the published ones were chosen on the test set.
     """
     built = []
+    own = {metric for _, _, metric in paper.PUBLISHED_TABLES.get(suite, ())} or set(QUANTITIES)
     for metric, quantity in QUANTITIES.items():
+        if metric not in own:
+            continue
         doubts: list[str] = []
         rows = []
         for row in table.rows:
@@ -493,7 +527,8 @@ def _published_entry(group: Group | None, metric: str, suite: str, doubts: list[
 def _test_selected_values(group: Group | None, metric: str) -> list[float]:
     """A quantity at each run's best step on the test set, where that is known."""
     bests = [selected_on_test(run) for run in group.runs.values()] if group else []
-    return [QUANTITIES[metric].scale * best[metric] for best in bests if best and metric in best]
+    values = [best.get(metric) for best in bests if best]
+    return [QUANTITIES[metric].scale * value for value in values if value is not None]
 
 
 TIDY_FIELDS = (
@@ -539,7 +574,7 @@ def _cell_lines(
         yield {"kind": "run", "seed": seed, "split_seed": split, "value": value}
     for (seed, split), run in group.runs.items():
         best = selected_on_test(run)
-        if best and metric in best:
+        if best and best.get(metric) is not None:
             line = {"kind": "test-selected", "seed": seed, "split_seed": split}
             value = QUANTITIES[metric].scale * best[metric]
             yield line | {"step": best["step"], "value": value}

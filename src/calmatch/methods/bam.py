@@ -48,7 +48,6 @@ class BAM(Method):
     """
 
     ema = 0.999
-    optim = {"bayes": {"lr": 0.01, "weight_decay": 0.0}}
 
     def __init__(
         self,
@@ -64,8 +63,10 @@ class BAM(Method):
         kl: float = 1.0,
         weight: float = 1.0,
         temperature: float = 0.9,  # of uda
+        lr: float = 0.01,  # of the last layer, which is not decayed
     ) -> None:
         super().__init__(task)
+        self.optim = {"bayes": {"lr": lr, "weight_decay": 0.0}}
         between("samples", samples, 2, math.inf)
         between("memory", memory, 1, math.inf)
         self.on, self.samples, self.kl, self.weight = on, samples, kl, weight

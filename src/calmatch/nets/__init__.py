@@ -177,8 +177,10 @@ def _download(name: str) -> Path:
             torch.hub.download_url_to_file(url, str(path), progress=False)
         except (URLError, OSError) as error:
             raise ValueError(
-                f"The weights of {name} cannot be downloaded ({error}); fetch {url} yourself and "
-                f"write {name}(pretrained='FILE')."
+                f"The weights of {name} cannot be downloaded ({error}). Fetch {url} yourself and "
+                f"put it at {path}, or name the file: `bench --weights FILE`, `train --net "
+                f"\"{name}(pretrained='FILE')\"`. Weights of your own (.safetensors, .pth) do too: "
+                f"research/paper_runs.py pretrains ViT-S/2. Without any: --net {name}."
             ) from error
     with files.open_file(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

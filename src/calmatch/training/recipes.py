@@ -6,9 +6,18 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from calmatch import spec
 from calmatch.training.config import Config
 
 STRONG = "|randaugment(3)|cutout(0.5)"
+USB_START: dict[str, Any] = {"faithful": "usb"}  # of Dash: at log K, which USB's test loss comes to
+EPOCH = 1_024  # steps; where a run has not 200 of them, gates that count them are set
+CLASSIC: dict[str, dict[str, Any]] = {
+    "comatch": {"gate": EPOCH},
+    "simmatch": {"gate": EPOCH},
+    "bam": {"warmup": 10 * EPOCH},
+    "dash": {**USB_START, "warmup": 2 * EPOCH, "every": 10 * EPOCH},
+}
 
 
 def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
@@ -26,43 +35,52 @@ def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
 
 def cifar100(method: str = "fixmatch", *, labels: int = 200, **changes: Any) -> Config:
     """CIFAR-100 with ViT-S/2 pretrained on ImageNet at 32 px, as USB."""
-    config = _usb("cifar100", labels, method, "vit_small_patch2_32", "crop(4)|flip")
-    config = config.replace(lr=5e-4, layer_decay=0.5)
-    if method.startswith("flexmatch"):
-        config = config.replace(warmup=0)
-    return config.replace(**changes)
+    config = _usb("cifar100", labels, method, "vit_small_patch2_32", "crop(4)|flip", warmup=0)
+    return _rates(config, 5e-4, 0.5).replace(**changes)
 
 
-def _usb(dataset: str, labels: int, method: str, net: str, weak: str) -> Config:
-    """What all of USB's vision runs share (FACTS 2.1)."""
-    config = Config(dataset=dataset, labels=labels, method=method, net=f"{net}(pretrained='usb')")
+def _usb(dataset: str, labels: int, method: str, net: str, weak: str, warmup: int) -> Config:
+    """What all of USB's vision runs share; `warmup` is FlexMatch's (docs/paper.md)."""
+    config = Config(dataset=dataset, labels=labels, net=f"{net}(pretrained='usb')")
+    config = config.replace(method=_tied(method, {"dash": USB_START}))
     config = config.replace(weak=weak, strong=weak + STRONG, batch=8, ratio=1, weight_decay=5e-4)
-    config = config.replace(steps=204_800, warmup=5_120, chunk=256)
+    special = spec.parse(method).name == "flexmatch"
+    config = config.replace(steps=204_800, warmup=warmup if special else 5_120, chunk=256)
     return config.replace(log_every=256, eval_every=2_048, checkpoint_every=2_048)
+
+
+def _tied(method: str, settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """A method with what a dataset or schedule sets in it, unless the spec sets it itself."""
+    item = spec.parse(method)
+    own = settings.get(item.name)
+    return spec.write(item._replace(kwargs={**own, **item.kwargs})) if own else method
+
+
+def _rates(config: Config, lr: float, layer_decay: float = 1.0) -> Config:
+    """Learning rate and layer decay; ReFixMatch has its own in all of USB's configurations."""
+    if spec.parse(config.method).name == "refixmatch":
+        lr, layer_decay = 5e-5, 1.0
+    return config.replace(lr=lr, layer_decay=layer_decay)
 
 
 def eurosat(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
     """EuroSAT at 32 px with ViT-S/2, as USB."""
-    special = {"simmatch": "simmatch(temperature=0.2)"}.get(method, method)
-    config = _usb("eurosat", labels, special, "vit_small_patch2_32", "crop(4)|flip|vflip")
-    config = config.replace(lr=5e-5)
-    if method.startswith("flexmatch"):
-        config = config.replace(warmup=0)
-    return config.replace(**changes)
+    method = _tied(method, {"simmatch": {"temperature": 0.2}})
+    config = _usb("eurosat", labels, method, "vit_small_patch2_32", "crop(4)|flip|vflip", warmup=0)
+    return _rates(config, 5e-5).replace(**changes)
 
 
 def stl10(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
     """STL-10 as USB's configuration: ViT-B/16 at 96 px from MAE, layer decay 0.65."""
-    special = {"simmatch": "simmatch(teacher=True)", "comatch": "comatch(contrast=5.0)"}
-    method = special.get(method, method)
-    config = _usb("stl10", labels, method, "vit_base_patch16_96", "crop(12)|flip")
-    return config.replace(lr=1e-4, layer_decay=0.65).replace(**changes)
+    method = _tied(method, {"simmatch": {"teacher": True}, "comatch": {"contrast": 5.0}})
+    config = _usb("stl10", labels, method, "vit_base_patch16_96", "crop(12)|flip", warmup=5_120)
+    return _rates(config, 1e-4, 0.65).replace(**changes)
 
 
 def stl10_text(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
-    """STL-10 as the paper's text has it: ViT-S/16 at 96 px, layer decay 0.95."""
-    config = stl10(method, labels=labels, net="vit_small_patch16_96", layer_decay=0.95)
-    return config.replace(**changes)
+    """STL-10 as the paper's text has it: ViT-S/16 at 96 px (timm's weights), layer decay 0.95."""
+    net = "timm.vit_small_patch16_224(pretrained=True, img_size=96, drop_path_rate=0.2)"
+    return stl10(method, labels=labels, **{"net": net, "layer_decay": 0.95, **changes})
 
 
 def cifar100_lt(method: str = "fixmatch", *, tail: str = "10,10", **changes: Any) -> Config:
@@ -75,6 +93,7 @@ def cifar100_lt(method: str = "fixmatch", *, tail: str = "10,10", **changes: Any
 
 def cifar100_lt_wrn(method: str = "fixmatch", *, tail: str = "10,10", **changes: Any) -> Config:
     """Long-tailed CIFAR-100 with WRN-28-2 from scratch, as the paper's text says."""
+    method = _tied(method, CLASSIC)
     config = cifar100_lt(method, tail=tail, net="wrn_28_2", optimizer="sgd", lr=0.03, ema=0.999)
     config = config.replace(layer_decay=1.0, batch=64, ratio=2, steps=262_144, warmup=0)
     config = config.replace(eval_every=1_024, checkpoint_every=1_024, chunk=16)
@@ -84,7 +103,9 @@ def cifar100_lt_wrn(method: str = "fixmatch", *, tail: str = "10,10", **changes:
 def cifar10(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
     """CIFAR-10 with WRN-28-2 from scratch: the field's classic 2^20 steps of 64 + 448 pictures."""
     weak = "crop(4)|flip"
-    config = Config(dataset="cifar10", labels=labels, method=method, net="wrn_28_2", ema=0.999)
+    own = CLASSIC | {"bam": {**CLASSIC["bam"], "quantile": 0.95, "lr": 0.005}}
+    config = Config(dataset="cifar10", labels=labels, net="wrn_28_2", ema=0.999)
+    config = config.replace(method=_tied(method, own))
     config = config.replace(weak=weak, strong=weak + STRONG, batch=64, ratio=7, steps=1_048_576)
     config = config.replace(optimizer="sgd", lr=0.03, weight_decay=5e-4)
     config = config.replace(log_every=256, eval_every=5_120, checkpoint_every=5_120)
