@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from calmatch import augment
 from calmatch.data.dataset import build
 from calmatch.fit import fit
 from calmatch.model import load_model
@@ -48,5 +49,7 @@ def fit_into(wanted: FitOptions, out: Path) -> Run:
 def accuracy(folder: Path, classes: int = 3) -> float:
     """On pictures the model has never met."""
     data = build(f"synthetic(classes={classes}, per_class=120, size=16, noise=60)")
-    guesses = load_model(folder).probabilities(data.test_images).argmax(1)
+    model = load_model(folder)
+    shown = augment.Views([augment.View(model.size)], 16)(data.test_images)[0]
+    guesses = model.probabilities(shown.round().byte()).argmax(1)
     return float((guesses == data.test_labels).double().mean())

@@ -70,7 +70,7 @@ def test_tta_is_exported(tmp_path, to):
     write_random_model(tmp_path, "tiny", 4, 8)
     alone = load_model(tmp_path).probabilities(pictures(9, 8))
     note = json.loads((tmp_path / "model.json").read_text())
-    note["tta"] = augment.tta_views(5, "flip|crop(2)")
+    note["tta"] = augment.tta_views(5, 8)
     (tmp_path / "model.json").write_text(json.dumps(note))
     loaded = load_model(tmp_path)
     assert (loaded.probabilities(pictures(9, 8)) - alone).abs().max() > 0.01

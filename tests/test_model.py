@@ -114,11 +114,9 @@ def test_a_model_says_the_mean_of_its_tta_views(tmp_path):
     write_random_model(tmp_path, "tiny", 3, 8)
     images, plain = pictures(9, 8), load_model(tmp_path)
     note = json.loads((tmp_path / "model.json").read_text())
-    note["tta"] = [[0, 0, False], [0, 0, True], [2, 0, False]]
+    note["tta"] = [[8, 0.0, 0.0, 1.0, False], [8, 0.0, 0.0, 1.0, True]]
     (tmp_path / "model.json").write_text(json.dumps(note))
-    padded = torch.nn.functional.pad(images.float(), (2, 2, 0, 0), mode="reflect")
-    seen = [images, images.flip(-1), padded[..., 4:].to(torch.uint8)]
-    expected = torch.stack([plain.logits(one) for one in seen]).mean(0)
+    expected = (plain.logits(images) + plain.logits(images.flip(-1))) / 2
     torch.testing.assert_close(load_model(tmp_path).logits(images), expected)
 
 
@@ -226,10 +224,14 @@ def test_weights_that_are_missing_misshapen_mistyped_or_not_numbers_are_refused(
         ({"selective": [1]}, "malformed"),
         ({"provenance": "x"}, "provenance is not"),
         ({"tta": []}, "tta is not"),
-        ({"tta": [[0, 0, 0]] * 17}, "tta is not"),
-        ({"tta": [[0, 10**6, 0]]}, "tta is not"),
-        ({"tta": [[0.5, 0, 0]]}, "tta is not"),
-        ({"tta": [[0, 0, 2]]}, "tta is not"),
+        ({"tta": [[8, 0.0, 0.0, 1.0, False]] * 17}, "tta is not"),
+        ({"tta": [[0, 0.0, 0.0, 1.0, False]]}, "tta is not"),
+        ({"tta": [[10**6, 0.0, 0.0, 1.0, False]]}, "tta is not"),
+        ({"tta": [[8, 0.5, 0.0, 0.6, False]]}, "tta is not"),
+        ({"tta": [[8, -0.5, 0.0, 0.6, False]]}, "tta is not"),
+        ({"tta": [[8, float("nan"), 0.0, 1.0, False]]}, "tta is not"),
+        ({"tta": [[8, 0.0, 0.0, 0.0, False]]}, "tta is not"),
+        ({"tta": [[8, 0, 0, 1, 2]]}, "tta is not"),
     ],
 )
 def test_a_hostile_model_json_is_one_sentence(tmp_path, monkeypatch, change, words):

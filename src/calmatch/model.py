@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -239,18 +239,22 @@ class Network(nn.Module):
         method: Method | None,
         mean: Any,
         std: Any,
-        tta: Sequence[augment.View] = (augment.PLAIN,),
+        views: augment.Views,
     ) -> None:
         super().__init__()
-        self.net, self.method, self.tta = net, method, tta
+        self.net, self.method, self.views = net, method, views
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32), persistent=False)
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([self._logits(view(images)) for view in self.tta]).mean(0)
+        shown = [augment.normalise(view, self.mean, self.std) for view in self.views(images)]
+        body: Any = self.net.body
+        if hasattr(body, "forward_views"):
+            averaged: Tensor = body.forward_views(shown).logits
+            return averaged
+        return torch.stack([self._logits(x) for x in shown]).mean(0)
 
-    def _logits(self, images: Tensor) -> Tensor:
-        x = augment.normalise(images, self.mean, self.std)
+    def _logits(self, x: Tensor) -> Tensor:
         if self.method is not None:  # it has an own way to predict
             return self.method.predict(self.net, x)
         logits: Tensor = self.net(x).logits
@@ -284,8 +288,6 @@ def read_model_json(path: Path) -> dict[str, Any]:
     for key, fits in _CHECKS.items():
         if key in note and not fits(note[key]):
             raise ValueError(f"{path}: {key} is not what it should be.")
-    if any(abs(part) >= note["size"] for view in note.get("tta", ()) for part in view[:2]):
-        raise ValueError(f"{path}: tta is not what it should be.")
     return note
 
 
@@ -299,13 +301,18 @@ def _are_classes(names: Any) -> bool:
     )
 
 
-def _are_tta(views: Any) -> bool:
-    return (
-        isinstance(views, list)
-        and 1 <= len(views) <= LIMITS["tta"]
-        and all(isinstance(view, list) and len(view) == 3 and view[2] in (0, 1) for view in views)
-        and all(type(part) is int for view in views for part in view[:2])
-    )
+def are_tta(views: Any) -> bool:
+    """Lists of size, left, top, side and mirrored, of parts that lie within the image."""
+    if not isinstance(views, list) or not 1 <= len(views) <= LIMITS["tta"]:
+        return False
+    for view in views:
+        if not isinstance(view, list) or [*map(type, view)] != [int, float, float, float, bool]:
+            return False
+        size, left, top, side, _ = view
+        inside = left >= 0 and top >= 0 and 0 < side <= 1.001 - max(left, top)
+        if not (1 <= size <= LIMITS["size"] and inside):
+            return False
+    return True
 
 
 def _are_three(values: Any, least: float = -1e6) -> bool:
@@ -323,7 +330,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "std": lambda values: _are_three(values, 1e-6),
     "net": lambda text: isinstance(text, str),
     "method": lambda text: isinstance(text, str),
-    "tta": _are_tta,
+    "tta": are_tta,
     "squash": lambda value: isinstance(value, bool),
     "provenance": lambda facts: isinstance(facts, dict | None),
 }
@@ -399,8 +406,9 @@ def _build_network(text: str, note: Mapping[str, Any], own: bool) -> Network:
         width = body.eval()(torch.empty(1, 3, note["size"], note["size"])).features.shape[1]
         method = methods.build(note["method"], Task(classes, 1, 1, width, 1, (1,) * classes))
         heads = method.heads()
-    tta = augment.read_tta(note.get("tta", [augment.PLAIN]))
-    return Network(nets.Net(body, heads), method, note["mean"], note["std"], tta).eval()
+    tta = augment.read_tta(note.get("tta", [augment.View(note["size"])]))
+    views = augment.Views(tta, note["size"])
+    return Network(nets.Net(body, heads), method, note["mean"], note["std"], views).eval()
 
 
 def _read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ class FitOptions:
     no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """All layers learn: the default with --from, or where nothing is pretrained."""
     tta: int | None = None
-    """Test-time augmentation: a frozen network predicts the mean of so many views; unset: to 5."""
+    """Test-time augmentation: views whose mean a frozen network predicts; unset: as time allows."""
     size: int | None = None
     """Pixels of a side; unset: the pretrained network's own, or from the pictures."""
     steps: int | None = None

@@ -193,3 +193,30 @@ def test_a_compiled_round_equals_the_eager_one():
     compiled = torch.compile(randaugment.apply, fullgraph=True)
     same = (compiled(BATCH, op, value) == randaugment.apply(BATCH, op, value)).double().mean()
     assert same >= 0.999
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("size", [24, 40, 57])  # smaller, as it is, larger
+@pytest.mark.parametrize(("left", "top", "side"), [(0.0, 0.0, 1.0), (0.15, 0.0, 0.85)])
+def test_a_view_is_what_pillow_resizes(left, top, side, size, flipped):
+    """Up to its rounding, and at the border of a part, where Pillow looks at the part alone."""
+    noise = np.random.default_rng(0).integers(0, 256, (5, 5, 3), np.uint8)
+    image = Image.fromarray(noise).resize((40, 40), Image.Resampling.BICUBIC)
+    box = (40 * left, 40 * top, 40 * (left + side), 40 * (top + side))
+    expected = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box)).astype(int)
+    expected = expected[:, ::-1] if flipped else expected
+    pixels = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())[None]
+    view = augment.View(size, left, top, side, flipped)
+    shown = augment.Views([view], 40)(pixels)[0][0].numpy().transpose(1, 2, 0)
+    away = np.abs(shown.astype(float) - expected)
+    assert away[2:-2, 2:-2].max() < 3
+    assert away.mean() < 0.5
+
+
+def test_tta_views_begin_plain_and_none_is_mirrored_where_it_must_not_be():
+    views = augment.tta_views(12, 224)
+    assert views[0] == augment.View(224)
+    assert len(set(views)) == 12
+    assert {view.size for view in views} == {224, 288}
+    assert {view.size for view in augment.tta_views(12, 224, larger=False)} == {224}
+    assert not any(view.flipped for view in augment.tta_views(12, 224, flip=False))

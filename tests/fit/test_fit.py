@@ -93,7 +93,7 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys
         (["pics", "--hold", "0"], "between 0 and 1"),
         (["pics", "--hold", "0.1", "--frozen"], "for a whole network"),
         (["pics", "--frozen", "--no-frozen"], "or neither"),
-        (["pics", "--tta", "6"], "between 1 and 5"),
+        (["pics", "--tta", "13"], "between 1 and 12"),
         (["pics", "--tta", "2", "--no-frozen"], "for a frozen network"),
         (["pics", "--batch", "0"], "--batch must be at least 1"),
     ],
@@ -121,7 +121,9 @@ def test_the_model_says_of_the_pool_what_the_student_says(pics, fitted):
     model = load_model(run.folder)
     with np.load(run.folder / "unlabelled.npz") as arrays:
         names, log_probs = arrays["files"].tolist(), torch.from_numpy(arrays["log_probs"])
-    pixels = ImageFiles(pics, tuple(names), 16, squash=True).take(range(len(names)))
+    assert len(model.note["tta"]) == 3
+    files = ImageFiles(pics, tuple(names), model.size, squash=True)
+    pixels = files.take(range(len(names)))
     assert torch.allclose(model.probabilities(pixels), log_probs.exp(), atol=2e-3)
 
 

@@ -39,9 +39,17 @@ def test_the_size_and_views_are_what_the_minutes_allow(
     monkeypatch.setattr(plan, "time_image", lambda _: seconds)
     extractor = portfolio.load_extractor("efficientnet_lite0", None, torch.device("cpu"))
     asked = options(tmp_path, net=None, size=None, minutes=minutes)
-    made = plan.plan_features(asked, extractor, 1150)
-    assert (made["size"], len(made["views"])) == (size, views)
+    made = plan.plan_features(asked, extractor, 1150, grey=False)
+    assert (made["views"][0][0], len(made["views"])) == (size, views)
     assert f"at {size} px" in made["note"]
+
+
+def test_grey_images_are_not_mirrored(tmp_path):
+    extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
+    for grey in (False, True):
+        made = plan.plan_features(options(tmp_path, minutes=10), extractor, 9, grey)
+        assert any(flipped for *_, flipped in made["views"]) != grey
+        assert ("grey" in made["note"]) == grey
 
 
 @pytest.mark.parametrize("pretrained", [False, True])

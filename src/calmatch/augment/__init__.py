@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from calmatch import spec
 from calmatch.core import Transform
@@ -166,41 +166,77 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 class View(NamedTuple):
-    """One view of an image for test-time augmentation (tta)."""
+    """A square part of an image, shown at some size: a view of test-time augmentation (tta)."""
 
-    right: int = 0  # pixels by which it is cropped further to the right, filled by reflection
-    down: int = 0
+    size: int  # pixels of its side when it is shown
+    left: float = 0.0  # where the part begins, as shares of the image
+    top: float = 0.0
+    side: float = 1.0  # its side, as a share
     flipped: bool = False
 
-    def __call__(self, images: Tensor) -> Tensor:
-        if self == PLAIN:
+
+class Views(nn.Module):
+    """Views of uint8 images [N, 3, source, source], each resampled by one matrix a direction."""
+
+    def __init__(self, views: Sequence[View], source: int) -> None:
+        super().__init__()
+        self.views, self.source = tuple(views), source
+        for k, view in enumerate(self.views):
+            across, down = _resampling(source, view, view.left), _resampling(source, view, view.top)
+            across = across.flip(0) if view.flipped else across
+            self.register_buffer(f"across{k}", across, persistent=False)
+            self.register_buffer(f"down{k}", down, persistent=False)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """A list entry for each view: bytes where it is the image as it is, else floats."""
+        return [self._show(k, view, images) for k, view in enumerate(self.views)]
+
+    def _show(self, k: int, view: View, images: Tensor) -> Tensor:
+        if view == View(self.source):
             return images
-        rows, columns = _mirrored(images, -2, self.down), _mirrored(images, -1, self.right)
-        columns = columns.flip(0) if self.flipped else columns
-        return images.index_select(-2, rows).index_select(-1, columns)
+        across, down = self.get_buffer(f"across{k}"), self.get_buffer(f"down{k}")
+        shown = down @ images.to(down.dtype) @ across.T
+        return shown.clamp(0, 255)
 
 
-PLAIN = View()
+def _resampling(source: int, view: View, start: float) -> Tensor:
+    """Weights [view.size, source] of the antialiased bicubic filter that Pillow has."""
+    step = view.side * source / view.size  # source pixels for each that is shown
+    middle = start * source + (torch.arange(view.size) + 0.5) * step
+    away = (torch.arange(source) + 0.5 - middle[:, None]).abs() / max(step, 1.0)
+    near = (1.5 * away - 2.5) * away**2 + 1
+    far = ((-0.5 * away + 2.5) * away - 4) * away + 2
+    weights = torch.where(away < 1, near, torch.where(away < 2, far, 0.0))
+    return weights / weights.sum(1, keepdim=True)
 
 
-def tta_views(number: int, weak: str) -> tuple[View, ...]:
-    """So many tta views, fewer where the weak augmentation has no more: it says what is the same.
+def tta_views(number: int, size: int, *, flip: bool = True, larger: bool = True) -> list[View]:
+    """The first so many views: plain, mirrored, larger, then parts and their mirror images.
 
-    >>> tta_views(5, "flip|crop(4)")[2]
-    View(right=-4, down=0, flipped=True)
-    >>> tta_views(5, "flip")
-    (View(right=0, down=0, flipped=False), View(right=0, down=0, flipped=True))
+    >>> [view.flipped for view in tta_views(3, 224)]
+    [False, True, False]
     """
-    steps = {item.name: item for item in spec.chain(weak)}
-    flip, shift = "flip" in steps, 0
-    if crop := steps.get("crop"):
-        shift = int([*crop.args, *crop.kwargs.values(), 4][0])
-    if not shift:
-        return (PLAIN, View(flipped=True))[: number if flip else 1]
-    others = View(shift, 0), View(-shift, 0, flip), View(0, shift, flip), View(0, -shift)
-    return (PLAIN, *others)[:number]
+    part, high = 0.85, round(size * 9 / 7) if larger else size
+    rest = 1 - part
+    views = [
+        View(size),
+        View(size, flipped=True),
+        View(high) if larger else View(size, rest / 2, rest / 2, part),
+        View(size, 0.0, 0.0, part),
+        View(size, rest, rest, part, flipped=True),
+        View(high, rest / 2, rest / 2, part, flipped=True),
+        View(size, rest, 0.0, part),
+        View(size, 0.0, rest, part, flipped=True),
+        View(high, flipped=True),
+        View(size, 0.0, rest, part),
+        View(size, rest, 0.0, part, flipped=True),
+        View(high, rest / 2, rest / 2, part),
+    ]
+    if not flip:
+        views = [view._replace(flipped=False) for view in views]
+    return list(dict.fromkeys(views))[:number]
 
 
-def read_tta(views: Sequence[Sequence[int]]) -> tuple[View, ...]:
+def read_tta(views: Sequence[Sequence[Any]]) -> tuple[View, ...]:
     """The tta views of a model file."""
-    return tuple(View(right, down, bool(flipped)) for right, down, flipped in views)
+    return tuple(View(*view) for view in views)

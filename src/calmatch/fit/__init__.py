@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import shlex
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from calmatch import augment, console, files, methods, nets, ops, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size, read_folder
-from calmatch.data.images import LARGEST_FILE, Images, take_images
+from calmatch.data.images import LARGEST_FILE, ImageFiles, Images, take_images
 from calmatch.fit import portfolio, text
 from calmatch.fit.crossval import (
     Calibration,
@@ -38,12 +39,13 @@ from calmatch.fit.plan import (
     choose_network,
     choose_penalty,
     dataset_spec,
+    is_grey,
     make_plan,
     plan_features,
     read_plan,
     whole_network_config,
 )
-from calmatch.model import load_model, save_calibration, write_model
+from calmatch.model import are_tta, load_model, save_calibration, write_model
 from calmatch.options import FitOptions
 from calmatch.runs import (
     Predicted,
@@ -119,6 +121,16 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any]) -> Run:
     return work(options, folder, listed, net, notes, before.get("plan"), digest)
 
 
+def _looks_grey(folder: ImageFolder, sample: int = 100) -> bool:
+    """Whether the images have no colour, by some of those that can be decoded."""
+    names = folder.names[:: max(1, len(folder.names) // sample)]
+    small, pixels = ImageFiles(folder.root, names, 32, squash=True), []
+    for place in range(len(names)):
+        with contextlib.suppress(ValueError):
+            pixels.append(small.image(place))
+    return bool(pixels) and is_grey(torch.from_numpy(np.stack(pixels)))
+
+
 def _stage(number: int, quiet: bool) -> None:
     console.message(f"{number}/{len(STAGES)} {STAGES[number - 1]}", quiet)
 
@@ -154,16 +166,14 @@ def _fit_frozen(
     extractor = portfolio.load_extractor(net, options.size, ops.pick_device(options.device))
     _stage(2, quiet)
     if plan is None:
-        plan = plan_features(options, extractor, len(listed.names))
+        plan = plan_features(options, extractor, len(listed.names), _looks_grey(listed))
         _save_plan(folder, options, plan, digest)
-    try:
-        extractor = extractor._replace(
-            size=int(plan["size"]), views=augment.read_tta(plan["views"])
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"Another version planned {folder}; choose another --out.") from error
+    if not are_tta(plan.get("views")) or not isinstance(plan.get("note"), str):
+        raise ValueError(f"Another version planned {folder}; choose another --out.")
+    extractor = extractor.showing(augment.read_tta(plan["views"]))
+    source = extractor.views.source
     with console.ProgressBar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
-        images, own = decode_folder(listed, extractor.size, options.strict, bar, squash=True)
+        images, own = decode_folder(listed, source, options.strict, bar, squash=True)
     console.message(text.describe_folder(own, fitting_size(own)[1]), quiet)
     for note in (*own.notes, *notes, plan["note"]):
         console.message(f"  {note}", quiet)
@@ -198,7 +208,7 @@ def _fit_frozen(
         portfolio.FOLDS,
     )
     config = Config(
-        dataset=dataset_spec(options, extractor.size, 0.0, extractor.mean, extractor.std),
+        dataset=dataset_spec(options, source, 0.0, extractor.mean, extractor.std),
         labels=0,
         method=options.method or "supervised",
         net=net,
@@ -229,13 +239,12 @@ def _fit_frozen(
 def _head_logits(
     pool: portfolio.Features, embedding: portfolio.Embedding, best: portfolio.Candidate
 ) -> Tensor:
-    """What the model says of the pool, by the features that are there: the mean over views."""
-    total = []
-    for k, last in enumerate(pool.last):
-        view = portfolio.Features([last], None if pool.stages is None else [pool.stages[k]])
-        inputs = portfolio.student_input(embedding.spaces(view)) if best.embedded else last
-        total.append(inputs @ best.weights[:-1] + best.weights[-1])
-    return torch.from_numpy(np.mean(total, 0))
+    """What the model says of the pool, by the features that are there."""
+    if best.embedded:
+        inputs = portfolio.student_input(embedding.spaces(pool))
+    else:
+        inputs = np.mean(pool.last, 0)
+    return torch.from_numpy(inputs @ best.weights[:-1] + best.weights[-1])
 
 
 def _pool_rows(labels: Any, seed: int) -> Any:
@@ -322,20 +331,19 @@ def _write_head(
         last.weight.copy_(weights[:-1].T)
         last.bias.copy_(weights[-1])
     environment = describe_environment(extractor.device)
-    entries: dict[str, Any] = {"tta": extractor.views} if len(extractor.views) > 1 else {}
     write_model(
         folder,
         nets.Net(body, {}),
         net=net,
         method="supervised",
         classes=list(own.classes),
-        size=extractor.size,
+        size=extractor.views.source,
         squash=True,
+        tta=extractor.views.views,
         mean=list(extractor.mean),
         std=list(extractor.std),
         versions=environment["versions"],
         provenance={"data": config.dataset, "labels": len(own.known), "seed": config.seed},
-        **entries,
     )
     files.write_json(folder / "config.json", config.replace(net=net).dump())
     files.write_json(folder / "environment.json", environment)

@@ -24,7 +24,7 @@ from calmatch.training.step import make_training
 
 METHOD = "freematch"  # of a whole network
 PENALTY = "margin(cap=0.98)"
-MOST_TTA = 5  # views of an image whose mean is predicted
+MOST_TTA, CPU_TTA = 12, 5  # views of an image whose features are averaged
 PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
 FEATURES_SHARE = 0.5  # of the minutes, for features; predicting at the end takes about as long
 SMALLEST_SIZE = 96  # pixels, below which a pretrained network sees too little
@@ -102,23 +102,30 @@ def dataset_spec(
     return spec.write(spec.Spec("pictures", (), arguments))
 
 
-def plan_features(options: FitOptions, extractor: Extractor, images: int) -> dict[str, Any]:
+def plan_features(
+    options: FitOptions, extractor: Extractor, images: int, grey: bool
+) -> dict[str, Any]:
     """The size and views of a frozen network that the minutes allow: its own size first."""
     own = extractor.size
     allowed = 60 * options.minutes * FEATURES_SHARE
     seconds = time_image(extractor) * images
     size = own
-    while options.size is None and seconds * (size / own) ** 2 > allowed and size > SMALLEST_SIZE:
-        size = max(SMALLEST_SIZE, size - 32)
-    most = options.tta or MOST_TTA
-    number = max(1, min(most, int(allowed / (seconds * (size / own) ** 2))))
-    number = options.tta or number
-    weak = options.weak or f"flip|crop({size // 8})"
-    views = augment.tta_views(number, weak)
-    note = f"Pictures are shown to {extractor.net} at {size} px, in {len(views)} views."
+    if options.size is None and not extractor.fixed:
+        while seconds * (size / own) ** 2 > allowed and size > SMALLEST_SIZE:
+            size = max(SMALLEST_SIZE, size - 32)
+    most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else CPU_TTA)
+    views = augment.tta_views(most, size, flip=not grey, larger=not extractor.fixed)
+    while options.tta is None and len(views) > 1:
+        if seconds * sum((view.size / own) ** 2 for view in views) <= allowed:
+            break
+        views.pop()
+    shown = f"in {len(views)} views" if len(views) > 1 else "in one view"
+    note = f"Pictures are shown to {extractor.net} at {size} px, {shown}."
+    if grey:
+        note += " They are grey, so none is mirrored: a mirrored letter is another one."
     if size < own:
         note += f" Its own size is {own} px; --minutes allows more."
-    return {"size": size, "views": [list(view) for view in views], "note": note}
+    return {"views": [list(view) for view in views], "note": note}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from calmatch import augment, console, nets, ops
 from calmatch.data import images as stored
-from calmatch.data.images import Images
+from calmatch.data.images import Images, compute_ordered
+from calmatch.nets.fused import fuse
 from calmatch.training.checkpoint import digest_tensors
 
 Array = NDArray[np.float32]
@@ -334,10 +335,12 @@ def matching_temperature(probs: Array, confidence: float) -> float:
 def fit_logistic(
     features: Features, rows: NDArray[Any], labels: NDArray[Any], classes: int, bar: Any
 ) -> Candidate:
-    """Logistic regression on standardised features of the plain view, C by cross-validation."""
-    plain = features.last[0].astype(np.float32)
+    """Logistic regression on standardised features, the mean over views; C by cross-validation."""
+    plain = np.mean(features.last, 0)
     mean, std = plain.mean(0), plain.std(0) + 1e-6
     inputs = (plain - mean) / std
+    basis = np.linalg.qr(inputs[rows].T)[0]  # where the weights lie, whatever their decay
+    inputs = inputs @ basis
     targets = np.eye(classes, dtype=np.float32)[labels]
     fold = _folds_of(labels, 0)
     probs: dict[float, list[Array]] = {float(c): [] for c in STRENGTHS}
@@ -360,7 +363,7 @@ def fit_logistic(
     weights = fit_linear(inputs[rows], targets, 1 / (best * len(rows)))
     free = np.setdiff1d(np.arange(len(inputs)), rows)
     pool = softmax(inputs[free if len(free) else rows] @ weights[:-1] + weights[-1])
-    folded = np.concatenate([weights[:-1] / std[:, None], weights[-1:]])
+    folded = np.concatenate([basis @ weights[:-1] / std[:, None], weights[-1:]])
     folded[-1] -= mean @ folded[:-1]
     return _evaluated(
         "logistic regression", folded, False, probs[best], places, rows, labels, pool, None
@@ -411,23 +414,28 @@ class Extractor(NamedTuple):
 
     net: str  # the spec
     body: nn.Module
-    size: int
+    quick: nn.Module  # the same with its layers fused
+    size: int  # that it was pretrained at, or as asked for
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    views: tuple[augment.View, ...]
+    fixed: bool  # whether it takes that size alone
+    views: augment.Views
     device: torch.device
 
+    def showing(self, views: Sequence[augment.View]) -> Extractor:
+        """The same network with other views of an image."""
+        source = max(view.size for view in views)
+        return self._replace(views=augment.Views(views, source).to(self.device))
+
     @torch.inference_mode()
-    def __call__(self, pixels: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Features and stage features of uint8 images [B, 3, size, size], a list entry a view."""
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Of uint8 images [B, 3, source, source]: features beside stage features [B, views, D]."""
         mean, std = (torch.tensor(v, device=self.device) for v in (self.mean, self.std))
-        pairs = []
-        for view in self.views:
-            some = augment.normalise(view(pixels.to(self.device)), mean, std)
-            pairs.append(
-                nets.pooled_features(self.body, some.contiguous(memory_format=torch.channels_last))
-            )
-        return [last for last, _ in pairs], [stages for _, stages in pairs]
+        rows = []
+        for shown in self.views(pixels.to(self.device)):
+            x = augment.normalise(shown, mean, std).contiguous(memory_format=torch.channels_last)
+            rows.append(torch.cat(nets.pooled_features(self.quick, x), 1))
+        return torch.stack(rows, 1)
 
 
 def load_extractor(net: str, size: int | None, device: torch.device) -> Extractor:
@@ -438,38 +446,40 @@ def load_extractor(net: str, size: int | None, device: torch.device) -> Extracto
         body = nets.build(net, 2, size or 224).eval().to(device)
     body = body.to(memory_format=torch.channels_last).requires_grad_(False)
     own = nets.input_of(body)
-    return Extractor(net, body, size or own.size, own.mean, own.std, (augment.PLAIN,), device)
+    size = size or own.size
+    views = augment.Views([augment.View(size)], size)
+    quick = fuse(body, size)
+    return Extractor(net, body, quick, size, own.mean, own.std, own.fixed, views, device)
 
 
 def time_image(extractor: Extractor, images: int = 16) -> float:
-    """Seconds of one view of one image."""
+    """Seconds of one plain view of one image."""
     size = extractor.size
     pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8)
     seconds = 0.0
     for _ in range(2):  # the first time is slower
         began = time.perf_counter()
-        extractor(pixels)[0][0].sum().item()
+        extractor(pixels).sum().item()
         seconds = time.perf_counter() - began
-    return seconds / images / len(extractor.views)
+    return seconds / images
 
 
 def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:
     """Features of all images, from the cache where they are there."""
-    last, stages = extractor(stored.take_images(images, torch.tensor([0])))
-    widths = last[0].shape[1], stages[0].shape[1]
-    key, views = _key(extractor, images), len(extractor.views)
+    views, width = extractor(stored.take_images(images, torch.tensor([0]))).shape[1:]
+    key, last = _key(extractor, images), nets.feature_size(extractor.body, extractor.size)
     blocks = []
     with console.ProgressBar("features", len(images), 0, quiet, unit="pictures") as bar:
         for start in range(0, len(images), BLOCK):
             rows = torch.arange(start, min(start + BLOCK, len(images)))
-            shape = (len(rows), views, sum(widths))
             fill = functools.partial(_fill, extractor, images, rows, bar)
-            block = stored.cached_array(f"features-{key}-{start // BLOCK}", shape, fill, np.float16)
+            name, shape = f"features-{key}-{start // BLOCK}", (len(rows), views, width)
+            block = stored.cached_array(name, shape, fill, np.float16)
             blocks.append(block.tensor.numpy().astype(np.float32))
             bar.update(int(rows[-1]) + 1)
     joined = np.concatenate(blocks)
-    parts = [(joined[:, k, : widths[0]], joined[:, k, widths[0] :]) for k in range(views)]
-    return Features([a for a, _ in parts], [b for _, b in parts] if widths[1] else None)
+    parts = [(joined[:, k, :last], joined[:, k, last:]) for k in range(views)]
+    return Features([a for a, _ in parts], [b for _, b in parts] if width > last else None)
 
 
 def _fill(
@@ -479,18 +489,20 @@ def _fill(
     bar: console.ProgressBar,
     features: NDArray[Any],
 ) -> None:
-    size = nets.batch_size(extractor.device)
-    for start in range(0, len(rows), size):
-        last, stages = extractor(stored.take_images(images, rows[start : start + size]))
-        joined = torch.stack([torch.cat(pair, 1) for pair in zip(last, stages, strict=True)], 1)
-        features[start : start + size] = joined.cpu().numpy()
-        bar.update(int(rows[0]) + start + len(joined))
+    read, start = functools.partial(stored.take_images, images), 0
+    batches = rows.split(nets.batch_size(extractor.device))
+    compute: Callable[[Tensor], Tensor] = extractor.__call__
+    for some in compute_ordered(batches, read, compute, extractor.device):
+        features[start : start + len(some)] = some.cpu().numpy()
+        start += len(some)
+        bar.update(int(rows[0]) + start)
 
 
 def _key(extractor: Extractor, images: Images) -> str:
     """Everything that features depend on."""
     state = {k: v.cpu() for k, v in extractor.body.state_dict().items()}
-    facts = (digest_tensors(state), extractor.size, extractor.mean, extractor.std, extractor.views)
+    views = extractor.views.views
+    facts = (digest_tensors(state), extractor.mean, extractor.std, views)
     total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     if isinstance(images, stored.ImageFiles):
         total.update(stored.stamp_files(images).encode())

@@ -90,6 +90,7 @@ class Input(NamedTuple):
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    fixed: bool = False  # whether it takes no other size
 
 
 def input_of(net: nn.Module) -> Input:
@@ -97,7 +98,8 @@ def input_of(net: nn.Module) -> Input:
     config = getattr(getattr(net, "model", None), "pretrained_cfg", None) or {}
     if "mean" not in config:
         return Input(64, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    return Input(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]))
+    fixed = bool(config.get("fixed_input_size", False))
+    return Input(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]), fixed)
 
 
 def batch_size(device: torch.device) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -213,12 +214,18 @@ class Embedded(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Output:
-        features = self.embed(*nets.pooled_features(self.body, images))
+        return self.forward_views([images])
+
+    def forward_views(self, views: Sequence[Tensor]) -> Output:
+        """Of several views of the same images: their features are averaged, not their logits."""
+        features = self.embed([nets.pooled_features(self.body, images) for images in views])
         return Output(self.head(features), features)
 
-    def embed(self, last: Tensor, stages: Tensor) -> Tensor:
-        """Whitened features of length sqrt(width): [B, width]."""
-        joined = normalize(last.clamp_min(0).sqrt(), dim=1)
+    def embed(self, pooled: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Whitened features of length sqrt(width), from the pooled ones of each view."""
+        lasts = torch.stack([normalize(last.clamp_min(0).sqrt(), dim=1) for last, _ in pooled])
+        joined = normalize(lasts.mean(0), dim=1)
+        stages = torch.stack([stages for _, stages in pooled]).mean(0)
         if stages.shape[1]:
             scaled = normalize((stages - self.stage_mean) / self.stage_scale, dim=1)
             joined = torch.cat([joined, self.stage_weight * scaled], 1)
