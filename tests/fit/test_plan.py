@@ -44,7 +44,7 @@ def test_the_size_and_views_are_what_the_minutes_allow(
     assert f"at {size} px" in made["note"]
 
 
-def test_grey_images_are_not_mirrored(tmp_path):
+def test_no_view_of_grey_images_is_mirrored(tmp_path):
     extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
     for grey in (False, True):
         made = plan.plan_features(options(tmp_path, minutes=10), extractor, 9, grey)
