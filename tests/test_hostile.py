@@ -13,24 +13,28 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import types
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import calmatch
 from calmatch import console, files, losses, nets, train
+from calmatch.data import images
 from calmatch.data.images import decode
 from calmatch.model import load_model
 from calmatch.predict import ImageSource, Skipped, start_ray
 from calmatch.report import build
 from calmatch.runs import Result, load_predictions, load_run
-from calmatch.training import checkpoint
+from calmatch.training import checkpoint, loop
 from conftest import ALONE, write_random_model
 from folders import made
 
@@ -84,11 +88,95 @@ def test_only_calmatchs_own_litter_is_swept(tmp_path):
     litter = [tmp_path / f".a.json.{gone.pid}.part", tmp_path / "deep" / f".b.npz.{1 << 80}.part"]
     others = [tmp_path / ".film.mkv.part", tmp_path / "deep" / "deeper" / ".c.json.1.part"]
     others.append(tmp_path / f".report.html.{os.getppid()}.part")  # somebody writes it now
+    others.append(tmp_path / ".lock")  # the folder is ours
     for path in (*litter, *others):
         path.touch()
     with files.lock(tmp_path):
         assert not any(path.exists() for path in litter)
         assert all(path.exists() for path in others)
+
+
+def test_a_folder_with_files_of_others_is_not_trained_into(tiny, tmp_path):
+    for name, text in (("thesis.txt", "precious"), ("config.json", '{"model_type": "bert"}')):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text(text)
+        with pytest.raises(ValueError, match=r"did not write|holds a run"):
+            train(tiny(), folder, quiet=True)
+        assert [path.name for path in folder.iterdir()] == [name]
+        assert (folder / name).read_text() == text
+
+
+def test_checkpoints_of_others_are_neither_read_nor_renamed_nor_dropped(tmp_path):
+    theirs = [tmp_path / name for name in ("best.safetensors", "7.safetensors", "x1.safetensors")]
+    for path in theirs:
+        path.write_bytes(b"theirs")
+    assert checkpoint.newest_checkpoint(tmp_path) == (None, [])
+    for step in range(1, 6):
+        checkpoint.save_checkpoint(tmp_path, step, {"a": torch.ones(1)}, {"lines": 0})
+    assert all(path.read_bytes() == b"theirs" for path in theirs)
+    assert [int(path.stem) for path in checkpoint.list_checkpoints(tmp_path)] == [4, 5]
+
+
+def test_a_continued_run_does_not_mix_pictures(tiny, tmp_path):
+    """Two class folders change places; names, sizes and labels agree."""
+    for name, grey in (("cat", 40), ("dog", 200)):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for k in range(12):
+            image = Image.new("RGB", (8, 8), (grey + k,) * 3)
+            image.save(tmp_path / "data" / name / f"{k:02d}.bmp")
+    config = tiny(dataset=f"folder(path={str(tmp_path / 'data')!r}, size=8)", labels=4)
+    loop.train_first_steps(config, tmp_path / "run", 6, quiet=True)
+    for one, two in (("cat", "x"), ("dog", "cat"), ("x", "dog")):
+        (tmp_path / "data" / one).rename(tmp_path / "data" / two)
+    with pytest.raises(ValueError, match="have changed since"):
+        train(config, tmp_path / "run", quiet=True)
+
+
+def test_a_table_that_a_killed_process_left_half_written_is_swept_by_the_next(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    litter = tmp_path / f".out.csv.{gone.pid}.part"
+    others = [tmp_path / f".out.csv.x.{gone.pid}.part", tmp_path / f".out.csv.{os.getppid()}.part"]
+    for path in (litter, *others):
+        path.touch()
+    files.write(tmp_path / "out.csv", "whole")
+    assert not litter.exists()
+    assert all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "RGBA", "P"])
+def test_a_large_picture_is_flattened_in_strips_as_if_whole(monkeypatch, mode):
+    rng = np.random.default_rng(0)
+    if mode == "I;16":
+        image = Image.fromarray(rng.integers(0, 65536, (37, 23), dtype=np.uint16))
+    else:
+        image = Image.fromarray(rng.integers(0, 256, (37, 23, 4), dtype=np.uint8)).convert(mode)
+    packed = io.BytesIO()
+    image.save(packed, "PNG", **({"transparency": 3} if mode == "P" else {}))
+    whole = decode(packed.getvalue(), 8)
+    monkeypatch.setattr(images, "STRIP", 100)
+    assert (decode(packed.getvalue(), 8) == whole).all()
+
+
+def test_all_threads_together_keep_to_the_room(monkeypatch):
+    """A picture that needs it all is alone, and small ones share."""
+    room, seen, now, lock = images._Room(), [], [], threading.Lock()
+
+    def work(number: int) -> None:
+        with room.hold(number):
+            with lock:
+                now.append(min(number, images.DECODED))
+                seen.append(sum(now))
+            time.sleep(0.002)
+            with lock:
+                now.remove(min(number, images.DECODED))
+
+    sizes = [images.DECODED // 3] * 9 + [images.DECODED * 5] * 3 + [1] * 9
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, sizes))
+    assert max(seen) <= images.DECODED
+    assert room.free == images.DECODED
 
 
 def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
@@ -133,7 +221,7 @@ def test_a_line_is_whole_or_not_there_when_the_disk_is_full(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
-from calmatch.training import checkpoint
+from calmatch.training import checkpoint, loop
 with checkpoint.Lines(Path(sys.argv[1]), int(sys.argv[2])) as lines:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]) + 20, -1))
     try:

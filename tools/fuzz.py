@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
 import zipfile
 from collections import Counter
@@ -34,13 +35,15 @@ from PIL import Image
 from record import put
 
 import calmatch
-from calmatch import augment, losses, methods, metrics, nets, spec
+from calmatch import augment, console, losses, methods, metrics, nets, spec
 from calmatch.bench.render import RENDERERS
 from calmatch.bench.tables import build_tables, gather_runs, tidy_csv
 from calmatch.data.dataset import DATASETS
-from calmatch.data.folder import match_labels, read_labels
-from calmatch.data.images import ImageFiles, valid_text
+from calmatch.data.folder import decode_folder, match_labels, read_folder, read_labels
+from calmatch.data.images import ImageFiles, cache_folder, cached_array, valid_text
+from calmatch.fit.plan import read_plan
 from calmatch.model import load_model
+from calmatch.options import FitOptions
 from calmatch.predict import (
     TABLE_COLUMNS,
     Answered,
@@ -280,7 +283,66 @@ def zips(chance: random.Random, work: Path) -> None:
     source = ImageSource(path)
     for name in list(source.names())[:4]:
         if isinstance(name, str):
-            assert isinstance(decode_one(source.root, name, 8), np.ndarray | Skipped)
+            assert isinstance(decode_one(source.root, name, SMALL), np.ndarray | Skipped)
+
+
+SMALL: Any = types.SimpleNamespace(size=8, squash=False)  # what decoding wants to know of a model
+
+
+def folders(chance: random.Random, work: Path) -> None:
+    """A folder of pictures with names and kinds of files that somebody else chose."""
+    home = work / "folder"
+    shutil.rmtree(home, ignore_errors=True)
+    for label in ("a", "b"):
+        (home / label).mkdir(parents=True)
+        (home / label / "1.png").write_bytes(PICTURES[0][1])
+    name = os.fsdecode(bytes_of(chance, b"picture 1").replace(b"/", b"").replace(b"\0", b"")[:200])
+    path = home / "a" / f"{name}.png"
+    makes: list[Callable[[], Any]] = [
+        lambda: path.write_bytes(bytes_of(chance, PICTURES[0][1])),
+        lambda: path.symlink_to(chance.choice(("nowhere", path.name, "..", "/dev/zero", "1.png"))),
+        lambda: os.mkfifo(path),
+        lambda: path.mkdir(),
+        lambda: (home / f"{name}c").mkdir() or (home / f"{name}c" / "1.png").write_bytes(b"x"),
+    ]
+    chance.choice(makes)()
+    listed = read_folder(home)
+    assert {"a/1.png", "b/1.png"} <= set(listed.names)
+    known = decode_folder(listed, 8)[1]
+    assert {"a/1.png", "b/1.png"} <= set(known.names)
+    json.dumps(list(known.classes), ensure_ascii=False).encode()
+    console.visible(name).encode()
+
+
+def caches(chance: random.Random, work: Path) -> None:
+    """An array of the cache that somebody changed is made anew."""
+    path = cache_folder() / "fuzz-1.npy"
+    path.unlink(missing_ok=True)
+    cached_array("fuzz-1", (5, 4), lambda array: array.fill(7))
+    data = path.read_bytes()
+    changed = bytes_of(chance, data)
+    path.write_bytes(changed)
+    found = cached_array("fuzz-1", (5, 4), lambda array: array.fill(7)).tensor
+    assert tuple(found.shape) == (5, 4)
+    assert len(changed) == len(data) or int(found.min()) == 7  # cut or grown: noticed
+
+
+def plans(chance: random.Random, work: Path) -> None:
+    """What a stranger's fit.json says of an interrupted fit, and code among it."""
+    poison = chance.choice(("poison.Thing", "crop(1)|poison.Thing(1)", "embedded(on='poison.x')"))
+    entries = value_of(chance, PLAN)
+    if chance.random() < 0.3:
+        entries = {**PLAN, chance.choice(list(PLAN)): poison}
+    plan = read_plan(entries, FitOptions(work, net="tiny"), work)
+    assert plan.net == "tiny"
+    assert "poison" not in f"{plan.weak} {plan.strong}", "code passed"
+
+
+PLAN: dict[str, Any] = {
+    **{"net": "tiny", "size": 8, "mean": None, "std": None, "steps": 2, "alone_steps": 2},
+    **{"batch": 4, "ratio": 1, "lr": 0.01, "ema": 0.9, "weak": "crop(1)", "strong": "crop(2)"},
+    **{"hold": 0.0, "most": 0, "notes": []},
+}
 
 
 def checkpoints(chance: random.Random, work: Path) -> None:
@@ -305,7 +367,8 @@ RUN = ("config.json", "result.json", "metrics.jsonl", "predictions.npz", "exampl
 
 def runs(chance: random.Random, work: Path) -> None:
     folder = _copied(work, (*RUN, "model.json", "environment.json"))
-    _hurt(chance, folder, chance.choice((*RUN, *RUN, "result.json", "environment.json")))
+    more = ("result.json", "environment.json", "model.json")
+    _hurt(chance, folder, chance.choice((*RUN, *RUN, *more)))
     run = load_run(folder)
     if chance.random() < 0.3:
         build([run], folder / "report.html")
@@ -340,7 +403,10 @@ def _hurt(chance: random.Random, folder: Path, name: str) -> None:
         path.unlink()
     elif kind < 0.2:
         path.unlink()
-        path.symlink_to(chance.choice((str(OUTSIDE), "/etc/passwd", "/dev/zero", "..", name)))
+        if chance.random() < 0.3:
+            os.mkfifo(path)
+        else:
+            path.symlink_to(chance.choice((str(OUTSIDE), "/etc/passwd", "/dev/zero", "..", name)))
     elif suffix == ".json" and kind < 0.8:
         junk = json.dumps(value_of(chance, json.loads(data)))
         path.write_bytes(junk.encode("utf-8", "surrogatepass"))
@@ -355,14 +421,17 @@ def _hurt(chance: random.Random, folder: Path, name: str) -> None:
 
 
 TARGETS: dict[str, tuple[int, Target]] = {  # share of the inputs in percent
-    "spec strings": (26, specs),
-    "YAML and JSON configs": (18, configs),
+    "spec strings": (22, specs),
+    "YAML and JSON configs": (16, configs),
     "CSV predictions": (9, csvs),
     "CSV labels": (6, labelled),
     "tables of answers": (4, answers),
     "pretrained weights": (4, weights),
-    "pictures": (16, pictures),
+    "pictures": (15, pictures),
     "zips of pictures": (4, zips),
+    "folders of pictures": (4, folders),
+    "arrays in the cache": (2, caches),
+    "plans of fits": (1, plans),
     "checkpoints": (4, checkpoints),
     "model folders": (4, models),
     "run folders, reports": (4, runs),
@@ -484,6 +553,7 @@ def main() -> int:
     top = Path(tempfile.mkdtemp(prefix="calmatch-fuzz-", dir=_fast()))
     work = top / "work"
     work.mkdir()
+    os.environ["CALMATCH_CACHE"] = str(work / "cache")
     prepare(work)
     OUTSIDE.write_text('{"secret": 1}')
     resource.setrlimit(resource.RLIMIT_AS, (_now() + ROOM, resource.RLIM_INFINITY))
