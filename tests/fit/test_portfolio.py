@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from calmatch import augment, nets
+from calmatch import augment, nets, posthoc
 from calmatch.console import ProgressBar
 from calmatch.data.folder import decode_folder, read_folder
 from calmatch.fit import portfolio
@@ -93,7 +93,8 @@ def test_no_candidate_wins_by_noise(seed):
         shifted = (logits + noise * random.normal(size=logits.shape)).astype(np.float32)
         log_probs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
         rows = np.arange(40)
-        return portfolio.Candidate(name, shifted, True, log_probs, truth, rows, 1.0, (0, 0, 1))
+        heat, error = posthoc.FewLabelTemperature(1.0, 0.1, 40), posthoc.Estimate(0, 0, 1)
+        return portfolio.Candidate(name, shifted, True, log_probs, truth, rows, heat, error)
 
     first, like, worse = candidate("a", 0.0), candidate("b", 0.05), candidate("c", 3.0)
     assert portfolio.choose([first, like, worse]) is first
@@ -114,13 +115,6 @@ def test_odd_sets_end_with_finite_numbers(counts, each):
     assert np.isfinite(student.weights).all()
     assert 0 <= student.error[1] <= student.error[0] <= student.error[2] <= 1
     assert np.isfinite(student.temperature)
-
-
-def test_a_matched_temperature_gives_the_confidence_asked_for():
-    probs = portfolio.softmax(3 * np.random.default_rng(0).normal(size=(200, 5)))
-    for confidence in (0.3, 0.6, 0.95):
-        heat = portfolio.matching_temperature(probs, confidence)
-        assert portfolio.temper(probs, heat).max(1).mean() == pytest.approx(confidence, abs=0.01)
 
 
 def test_features_are_computed_once_and_are_the_networks(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import augment, console, files, methods, nets, ops, spec
+from calmatch import augment, console, files, methods, nets, ops, posthoc, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size, read_folder
 from calmatch.data.images import LARGEST_FILE, ImageFiles, Images, take_images
 from calmatch.fit import portfolio, text
@@ -225,12 +225,18 @@ def _fit_frozen(
         weights="plain",
     )
     calibration = calibrate(held, best.temperature, best.error)
+    logits = _head_logits(pool, embedding, best)
+    if (free := torch.from_numpy(labels < 0)).any():  # they steady what few labels promise
+        probs, shown = calibration.log_probs.exp(), calibration.scaling(logits[free]).exp()
+        calibration = calibration._replace(
+            conformal=posthoc.semi_conformal(probs, held.labels, shown),
+            selective=posthoc.few_label_promise(best.fitted, logits[free]),
+        )
     scores = {one.name: float(one.losses.mean()) for one in candidates}
     note = "Each evaluated label was predicted by fold models that had not seen it."
     if best.name == "transductive":
         note = f"{note[:-1]}; the error also rests on how often models of disjoint labels agree on "
         note += "unlabelled pictures."
-    logits = _head_logits(pool, embedding, best)
     return _finish(
         options, folder, own, images, base, held, calibration, best.name, scores, note, logits
     )
@@ -290,8 +296,10 @@ def _fit_method_head(
         held.log_probs.float().numpy(),
         held.labels.numpy(),
         np.array(held.rows),
-        float(scaling.values["temperature"]),
-        (error.value, error.low, error.high),
+        posthoc.FewLabelTemperature(
+            float(scaling.values["temperature"]), posthoc.read_prior()["blind_sd"], len(held.labels)
+        ),
+        posthoc.Estimate(error.value, error.low, error.high),
     )
 
 

@@ -137,7 +137,7 @@ class Calibration(NamedTuple):
 def calibrate(
     held: HeldOut,
     temperature: float | None = None,
-    error: tuple[float, float, float] | None = None,
+    error: posthoc.Estimate | None = None,
 ) -> Calibration:
     """Temperature, prediction sets and operating point from held-out labels.
 

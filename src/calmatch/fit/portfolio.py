@@ -27,6 +27,12 @@ from calmatch import augment, console, nets, ops
 from calmatch.data import images as stored
 from calmatch.data.images import Images, compute_ordered
 from calmatch.nets.fused import fuse
+from calmatch.posthoc.few import (
+    Estimate,
+    FewLabelTemperature,
+    few_label_error,
+    few_label_temperature,
+)
 from calmatch.training.checkpoint import digest_tensors
 
 Array = NDArray[np.float32]
@@ -206,11 +212,7 @@ def fit_linear(inputs: Array, targets: Array, decay: float, rounds: int = 60) ->
     return np.asarray(best.x.reshape(d + 1, classes), np.float32)
 
 
-AGREEMENT = (1.499, 0.670, -0.465, -0.127)  # see `accuracy_by_agreement`; fitted over ten datasets
-AGREEMENT_SD = 0.02  # its weight against the out-of-fold residuals
-ESTIMATE_SD = 0.13  # error of the estimate on datasets left out, in units of sqrt(p (1 - p))
 FOLDS, REPEATS, HALVINGS = 4, 2, 4
-HEAT = (0.05, 20.0)  # temperatures, as post-hoc scaling allows
 STRENGTHS = np.logspace(-4, 0, 5)  # C of logistic regression
 
 
@@ -223,8 +225,13 @@ class Candidate(NamedTuple):
     log_probs: Array  # [n, C] out of fold, of the labels that were held out
     labels: NDArray[np.int64]  # [n]
     rows: NDArray[np.int64]  # [n] in the pool
-    temperature: float
-    error: tuple[float, float, float]  # estimated, with the ends of its 95 % interval
+    fitted: FewLabelTemperature
+    error: Estimate  # with the ends of its 95 % interval
+
+    @property
+    def temperature(self) -> float:
+        """Of the calibrated model."""
+        return self.fitted.temperature
 
     @property
     def losses(self) -> Array:
@@ -238,7 +245,7 @@ def fit_transductive(
     teachers: Teachers, rows: NDArray[Any], labels: NDArray[Any], bar: Any
 ) -> Candidate:
     """The student of all labels, evaluated by students of fewer: out of fold, and of halves."""
-    inputs, classes = teachers.inputs, teachers.classes
+    inputs = teachers.inputs
     weights = teachers.student(rows, labels)
     bar.advance(1)
     free = np.setdiff1d(np.arange(len(inputs)), rows)
@@ -262,22 +269,9 @@ def fit_transductive(
             guesses.append((inputs[free] @ own[:-1] + own[-1]).argmax(1))
             bar.advance(1)
         agreements.append((guesses[0] == guesses[1]).mean())
-    accuracy = accuracy_by_agreement(float(np.mean(agreements)), classes, len(labels) / classes)
     pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
-    return _evaluated("transductive", weights, True, probs, places, rows, labels, pool, accuracy)
-
-
-def accuracy_by_agreement(agreement: float, classes: int, labels_a_class: float) -> float:
-    """The accuracy that an agreement of two students stands for, which share no label.
-
-    logit(accuracy) = a + b logit(agreement) + c log(classes) + d log(labels a class / 4); Jiang et
-    al. (2022) have accuracy equal agreement, for networks that differ in their seeds alone.
-    """
-    a, b, c, d = AGREEMENT
-    share = min(max(agreement, 0.003), 0.997)
-    x = a + b * np.log(share / (1 - share)) + c * np.log(np.clip(classes, 2, 20))
-    x += d * np.log(np.clip(labels_a_class, 2, 25) / 4)
-    return float(1 / (1 + np.exp(-x)))
+    agreement = float(np.mean(agreements))
+    return _evaluated("transductive", weights, True, probs, places, rows, labels, pool, agreement)
 
 
 def _evaluated(
@@ -289,47 +283,24 @@ def _evaluated(
     rows: NDArray[Any],
     labels: NDArray[Any],
     pool: Array,
-    accuracy: float | None,
+    agreement: float | None,
 ) -> Candidate:
-    """Temperature and error: the agreement's word, corrected by labels that were held out."""
-    classes = pool.shape[1]
+    """Temperature and error by unlabelled images, agreement, and labels that were held out."""
     held, place = np.concatenate(probs), np.concatenate(places)
-    hits = held.argmax(1) == labels[place]
-    n = len(np.unique(place))
-    if accuracy is None:  # without an agreement the labels alone speak, with one for each side
-        accuracy = (hits.mean() * n + 1) / (n + 2)
-        sd = float(np.sqrt(accuracy * (1 - accuracy) / n))
-    else:
-        top = temper(held, matching_temperature(pool, accuracy)).max(1)
-        variance = max(float((top * (1 - top)).mean()), 0.01) / n
-        share = AGREEMENT_SD**2 / (AGREEMENT_SD**2 + variance)
-        accuracy += share * float((hits - top).mean())
-        accuracy = float(np.clip(accuracy, 1 / classes, 0.998))
-        sd = ESTIMATE_SD * float(np.sqrt(max(accuracy * (1 - accuracy), 0.01)))
-    temperature = matching_temperature(pool, float(accuracy))
     once = np.unique(place)
-    mean = np.stack([held[place == k].mean(0) for k in once])
-    error = 1 - float(accuracy)
-    ends = max(0.0, error - 1.96 * sd), min(1.0, error + 1.96 * sd)
-    log_probs = np.log(np.clip(mean, 1e-6, 1))
-    return Candidate(
-        name, weights, embedded, log_probs, labels[once], rows[once], temperature, (error, *ends)
+    free, out, y = _log(pool), _log(held), labels[place]
+    each = len(labels) / pool.shape[1]
+    repeats = len(place) // len(once)
+    fitted = few_label_temperature(
+        free, out, y, agreement=agreement, labels_a_class=each, repeats=repeats
     )
+    error = few_label_error(fitted, free, out, y, repeats=repeats)
+    mean = np.stack([held[place == k].mean(0) for k in once])
+    return Candidate(name, weights, embedded, _log(mean), labels[once], rows[once], fitted, error)
 
 
-def temper(probs: Array, temperature: float) -> Array:
-    """Probabilities at a temperature."""
-    return softmax(np.log(np.clip(probs, 1e-6, 1)) / temperature)
-
-
-def matching_temperature(probs: Array, confidence: float) -> float:
-    """The temperature at which the mean top confidence is as asked for."""
-    low, high = np.log(HEAT)
-    for _ in range(40):
-        middle = (low + high) / 2
-        sure = float(temper(probs, float(np.exp(middle))).max(1).mean()) > confidence
-        low, high = (middle, high) if sure else (low, middle)
-    return float(np.exp((low + high) / 2))
+def _log(probs: Array) -> Array:
+    return np.log(np.clip(probs, 1e-6, 1))
 
 
 def fit_logistic(

@@ -110,6 +110,12 @@ def describe_guessing(error: float, classes: int) -> list[str]:
 def describe_promise(calibration: Calibration) -> str:
     """When it answers, or what is missing before it may promise."""
     chosen = calibration.selective
+    if chosen.threshold is not None and chosen.learned:
+        return (
+            f"Where its confidence is {chosen.threshold:.2f} or more ({chosen.coverage:.0%} of the "
+            f"unlabelled pictures), at least {chosen.accuracy:.0%} of its answers are right, as "
+            f"{chosen.certainty:.0%} of fits to other sets of pictures were; below: not sure."
+        )
     if chosen.threshold is not None:
         return (
             f"Where its confidence is {chosen.threshold:.2f} or more ({chosen.coverage:.0%} of the "
@@ -117,6 +123,11 @@ def describe_promise(calibration: Calibration) -> str:
             f"{chosen.certainty:.0%} certainty; below, it says: not sure."
         )
     wanted = f"{chosen.accuracy:.0%} accuracy with {chosen.certainty:.0%} certainty"
+    if chosen.learned:
+        return (
+            f"It cannot promise {wanted} at any confidence yet: more labels help. Until then "
+            + ("every answer is marked not sure.")
+        )
     if chosen.missing:
         return (
             f"It cannot promise {wanted} at any confidence yet: that needs at least "

@@ -98,6 +98,8 @@ def describe_promise(selective: Mapping[str, Any]) -> str:
         return f"No operating point promises {wanted} with {labels}: {more}."
     crossfit = selective.get("cross_fitted")
     rough = " The labels were cross-fitted, so it is approximate." if crossfit else ""
+    if selective.get("learned"):
+        rough = " It rests on what held for other sets of pictures, not on these labels alone."
     return (
         f"Above {percent(selective['threshold'])} % confidence it promises {wanted}, with a "
         f"certainty of {100 * selective['certainty']:g} %, from {labels}.{rough}"

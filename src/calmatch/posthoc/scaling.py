@@ -1,4 +1,4 @@
-"""Confidence corrected after training: scalings, prediction sets, and when to say "not sure".
+"""Scalings: probabilities corrected after training, by held-out labels or without any.
 
 Every scaling first turns its input into log-probabilities, so logits and log-probabilities give
 the same result, and all of it is tensor expressions, so a scaling is exported with its model.
@@ -7,9 +7,9 @@ SciPy and scikit-learn are imported where something is fitted: prediction starts
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Scaling:
 
 def identity(logits: Any, labels: Any) -> Scaling:
     """Nothing is changed."""
-    return Scaling("identity", labels=len(_check_logits(logits, labels)[1]))
+    return Scaling("identity", labels=len(check_logits(logits, labels)[1]))
 
 
 def temperature(logits: Any, labels: Any) -> Scaling:
@@ -50,7 +50,7 @@ def temperature(logits: Any, labels: Any) -> Scaling:
     The loss is convex in 1 / temperature, so the minimum is found exactly. Where the labels ask
     for 0 (all right) or infinity (all wrong), it stops at 0.05 or 20.
     """
-    z, y = _check_logits(logits, labels)
+    z, y = check_logits(logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, 0.0)}, len(y))
 
 
@@ -67,7 +67,7 @@ def crossfit_temperature(out_of_fold_logits: Any, labels: Any) -> Scaling:
     is wrong at confidence 0.5, so the prior stops mattering after some dozens. Fold models saw
     fewer labels than the final one, so the temperature is, if anything, too warm for it.
     """
-    z, y = _check_logits(out_of_fold_logits, labels)
+    z, y = check_logits(out_of_fold_logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, PRIOR_WEIGHT)}, len(y))
 
 
@@ -79,7 +79,7 @@ def vector(logits: Any, labels: Any) -> Scaling:
     """
     from scipy import optimize
 
-    z, y = _check_logits(logits, labels)
+    z, y = check_logits(logits, labels)
     classes, n = z.shape[1], len(y)
     plain = np.full(classes, 1 / _temperature(z, y, PRIOR_WEIGHT))
     start = np.concatenate([plain, np.zeros(classes)])
@@ -87,7 +87,7 @@ def vector(logits: Any, labels: Any) -> Scaling:
 
     def loss(numbers: Any) -> tuple[float, Any]:
         factor, shift = numbers[:classes], numbers[classes:]
-        logp = _log_softmax(z * factor + shift)
+        logp = log_softmax(z * factor + shift)
         rest = np.exp(logp) - truth
         away = numbers - start
         value = -float((truth * logp).sum()) + 0.5 * float(away @ away)
@@ -110,7 +110,7 @@ def isotonic(logits: Any, labels: Any) -> Scaling:
     """
     from sklearn.isotonic import IsotonicRegression
 
-    z, y = _check_logits(logits, labels)
+    z, y = check_logits(logits, labels)
     n = len(y)
     odds = _odds(torch.from_numpy(z))[0].numpy().clip(-ODDS_LIMIT, ODDS_LIMIT)
     right = (z.argmax(1) == y).astype(np.float64)
@@ -130,18 +130,18 @@ def temperature_scaled(logits: Any, labels: Any, *, folds: int = 2, seed: int = 
 
     For tables: no image's label chose its own temperature, so the result is held-out.
     """
-    z, y = _check_logits(logits, labels)
+    z, y = check_logits(logits, labels)
     if not 2 <= folds <= len(y):
         raise ValueError(f"folds is {folds}, but it must lie between 2 and the {len(y)} labels.")
     fold = np.random.default_rng(seed).permutation(len(y)) % folds
     heat = np.array([_temperature(z[fold != k], y[fold != k], 0.0) for k in range(folds)])
-    return torch.from_numpy(_log_softmax(z / heat[fold, None]))
+    return torch.from_numpy(log_softmax(z / heat[fold, None]))
 
 
 def oracle_scaled(logits: Any, labels: Any) -> Tensor:
     """Log-probabilities at the temperature the same labels chose: optimistic, a lower limit."""
-    z, y = _check_logits(logits, labels)
-    return torch.from_numpy(_log_softmax(z / _temperature(z, y, 0.0)))
+    z, y = check_logits(logits, labels)
+    return torch.from_numpy(log_softmax(z / _temperature(z, y, 0.0)))
 
 
 def load_scaling(saved: Any) -> Scaling:
@@ -151,7 +151,7 @@ def load_scaling(saved: Any) -> Scaling:
         raise ValueError(f"A calibration names one of {', '.join(_APPLY)} as its kind.")
     values = {key: value for key, value in saved.items() if key not in ("kind", "labels")}
     labels = saved.get("labels", 0)
-    if not _are_counts([labels]):
+    if not are_counts([labels]):
         raise ValueError("The calibration says a number of labels that is none.")
     if not _are_settings(kind, values):
         raise ValueError(f"The {kind} calibration is malformed.")
@@ -164,11 +164,11 @@ def _are_settings(kind: str, values: Mapping[str, Any]) -> bool:
         return not values
     if kind == "temperature":
         heat: Any = values.get(kind)
-        fine = _are_numbers([heat]) and TEMPERATURES[0] <= heat <= TEMPERATURES[1]
+        fine = are_numbers([heat]) and TEMPERATURES[0] <= heat <= TEMPERATURES[1]
         return fine and len(values) == 1
     names = ("odds", "right") if kind == "isotonic" else ("factor", "shift")
     first, second = (values.get(name) for name in names)
-    if set(values) != set(names) or not (_are_numbers(first) and _are_numbers(second)):
+    if set(values) != set(names) or not (are_numbers(first) and are_numbers(second)):
         return False
     x, y = np.array(first), np.array(second)
     if kind == "vector" or len(x) != len(y) or len(x) == 0:
@@ -178,13 +178,13 @@ def _are_settings(kind: str, values: Mapping[str, Any]) -> bool:
     return rising and len(x) <= KNOTS and bool(y[0] > 0 and y[-1] < 1)
 
 
-def _are_numbers(values: Any) -> bool:
+def are_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(
         type(v) in (int, float) and abs(v) < 1e9 and math.isfinite(v) for v in values
     )
 
 
-def _are_counts(values: list[Any]) -> bool:
+def are_counts(values: list[Any]) -> bool:
     return all(type(v) is int and v >= 0 for v in values)
 
 
@@ -224,7 +224,7 @@ def _odds(logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logp.amax(1) - log_rest, log_rest, top
 
 
-def _check_logits(logits: Any, labels: Any) -> tuple[Any, Any]:
+def check_logits(logits: Any, labels: Any) -> tuple[Any, Any]:
     """Log-probabilities [N, C] in float64 and labels [N], as arrays."""
     try:
         z, y = torch.as_tensor(logits).detach().cpu(), torch.as_tensor(labels).detach().cpu()
@@ -237,13 +237,13 @@ def _check_logits(logits: Any, labels: Any) -> tuple[Any, Any]:
         )
     if y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
         raise ValueError(f"labels must be integer class ids, not {y.dtype}.")
-    log_probs, low, high = _check_log_probs(z), int(y.min()), int(y.max())
+    log_probs, low, high = check_log_probs(z), int(y.min()), int(y.max())
     if low < 0 or high >= z.shape[1]:
         raise ValueError(f"labels must lie in 0..{z.shape[1] - 1}; found {low}..{high}.")
     return log_probs, y.long().numpy()
 
 
-def _check_log_probs(logits: Tensor) -> Any:
+def check_log_probs(logits: Tensor) -> Any:
     """Log-probabilities [N, C] in float64 as an array."""
     z = logits.detach().cpu().double()
     if z.ndim != 2 or z.shape[1] < 2 or len(z) == 0:
@@ -260,7 +260,7 @@ def _temperature(z: Any, y: Any, prior: float) -> float:
     true = z[np.arange(len(y)), y]
 
     def slope(b: float) -> float:
-        p = np.exp(_log_softmax(b * z))
+        p = np.exp(log_softmax(b * z))
         return float(((p * z).sum(1) - true).sum() + prior * (1 - 1 / b))
 
     low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]
@@ -271,7 +271,7 @@ def _temperature(z: Any, y: Any, prior: float) -> float:
     return 1 / float(optimize.brentq(slope, low, high, xtol=1e-12, rtol=1e-10))
 
 
-def _log_softmax(z: Any) -> Any:
+def log_softmax(z: Any) -> Any:
     z = z - z.max(1, keepdims=True)
     return z - np.log(np.exp(z).sum(1, keepdims=True))
 
@@ -293,9 +293,7 @@ def agreement_temperature(
     Agreement of one or under chance asks for a temperature of 0 or infinity; it stops at 0.05 and
     20. Before that, one image more on either side is assumed (Laplace).
     """
-    from scipy import optimize
-
-    a, b = (_check_log_probs(torch.as_tensor(each)) for each in (first, second))
+    a, b = (check_log_probs(torch.as_tensor(each)) for each in (first, second))
     if a.shape != b.shape:
         raise ValueError(
             f"Two predictions of the same pictures have the same shape; these are "
@@ -304,258 +302,21 @@ def agreement_temperature(
     compared = (a, b) if of == "both" else (a,)
     wanted = (float((a.argmax(1) == b.argmax(1)).sum()) + 1) / (len(a) + 2)
 
-    def surplus(log_heat: float) -> float:
-        heat = float(np.exp(log_heat))
-        confidence = [np.exp(_log_softmax(z / heat).max(1)).mean() for z in compared]
-        return float(np.mean(confidence)) - wanted
-
-    low, high = (float(np.log(limit)) for limit in TEMPERATURES)
-    if surplus(low) <= 0:  # falls with the temperature
-        heat = TEMPERATURES[0]
-    elif surplus(high) >= 0:
-        heat = TEMPERATURES[1]
-    else:
-        heat = float(np.exp(optimize.brentq(surplus, low, high, xtol=1e-10)))
+    heat = matching_temperature(compared, wanted)
     return Scaling("temperature", {"temperature": heat}, 0)
 
 
-Score = Literal["lac", "aps", "raps"]
+def matching_temperature(log_probs: Sequence[Any], confidence: float) -> float:
+    """The temperature at which the mean top confidence of all is as asked for, 0.05 to 20."""
+    from scipy import optimize
 
+    def surplus(log_heat: float) -> float:
+        tops = [np.exp(log_softmax(z / np.exp(log_heat)).max(1)).mean() for z in log_probs]
+        return float(np.mean(tops)) - confidence
 
-class Conformal(NamedTuple):
-    """A fitted rule: the classes whose score is at most the threshold, and always the first."""
-
-    score: Score
-    coverage: float
-    threshold: float | None  # None: too few labels, every class is in every set
-    labels: int  # how many the promise rests on
-    missing: int  # how many more are needed before sets say anything
-    penalty: float = 0.0  # raps: added for each rank past `free`
-    free: int = 1
-    seed: int | None = None  # randomised scores; None: repeatable ones
-    cross_fitted: bool = False  # rests on fold models' predictions: approximate
-
-    def sets(self, probs: Tensor) -> Tensor:
-        """Which classes are in each image's set: bool [N, C].
-
-        The most probable class always is, so that no set is empty; that can only raise coverage.
-        Randomised sets depend on the order of the rows.
-        """
-        if self.threshold is None:
-            return torch.ones_like(probs, dtype=torch.bool)
-        first = torch.arange(probs.shape[1], device=probs.device) == probs.argmax(1, keepdim=True)
-        own = _uniform_rows(len(probs), self.seed, 1).to(probs.device)
-        return (scores(probs, self.score, self.penalty, self.free, own) <= self.threshold) | first
-
-    def dump(self) -> dict[str, Any]:
-        """Plain JSON; `load_conformal` reads it back."""
-        return self._asdict()
-
-
-def conformal(
-    probs: Any,
-    labels: Any,
-    *,
-    coverage: float = 0.9,
-    score: Score = "lac",
-    penalty: float = 0.1,
-    free: int = 1,
-    seed: int | None = None,
-    cross_fitted: bool = False,
-) -> Conformal:
-    """Sets that hold the true class of a new image with probability >= `coverage`.
-
-    That probability is over the sample of the calibration labels and of the new image together,
-    which must be exchangeable (a random sample of the same images), and the labels must neither
-    train the model nor choose its calibration. It is an average over images: a rare class or a
-    hard kind of image may be covered less.
-
-    The threshold is the ceil((n + 1) coverage)-th smallest score of the n labels. With fewer than
-    coverage / (1 - coverage) labels there is no such score; then sets are everything, and `missing`
-    says how many labels are lacking.
-
-    Args:
-        probs: [N, C], calibrated.
-        labels: [N] class ids.
-        coverage: the promise.
-        score: `lac` (smallest sets on average), `aps` (larger sets where it is harder), or `raps`
-            (aps with `penalty` added for each rank after the first `free` ones).
-        penalty: of raps.
-        free: ranks of raps that cost nothing.
-        seed: randomises aps and raps: a class's own probability counts in a random part, as in the
-            papers, which makes coverage exact. By default it does not count: a class's score is
-            the mass of the classes above it, which is repeatable and puts the first class in.
-        cross_fitted: noted in the result: the predictions are out of fold, by fold models.
-    """
-    if score not in get_args(Score):
-        raise ValueError(f"There is no score {score!r}; known: {', '.join(get_args(Score))}.")
-    if not 0 < coverage < 1:
-        raise ValueError(f"coverage is {coverage}, but it must lie between 0 and 1, both excluded.")
-    if penalty < 0 or free < 0:
-        raise ValueError("penalty and free must not be negative.")
-    from calmatch.metrics import check  # prediction does without
-
-    p, y = check(probs, labels)
-    n = len(y)
-    price = penalty if score == "raps" else 0.0
-    table = scores(p, score, price, free, _uniform_rows(n, seed, 0).to(p.device))
-    own = table.gather(1, y[:, None])[:, 0].double().sort().values
-    rank = math.ceil((n + 1) * coverage - 1e-9)
-    threshold = float(own[rank - 1]) if rank <= n else None
-    missing = max(0, math.ceil(coverage / (1 - coverage) - 1e-9) - n)
-    return Conformal(score, coverage, threshold, n, missing, price, free, seed, cross_fitted)
-
-
-def scores(probs: Tensor, score: Score, penalty: float, free: int, own: Tensor) -> Tensor:
-    """How unlikely each class is: float64 [N, C]; `own` is the counted share of its own mass."""
-    p = probs.double()
-    if score == "lac":
-        return 1 - p
-    ordered, order = p.sort(dim=1, descending=True, stable=True)
-    above = ordered.cumsum(1) - ordered
-    above[:, 0] = 0.0  # not a rounding error
-    ranks = torch.arange(1, p.shape[1] + 1, device=p.device)
-    ranked = above + own * ordered + penalty * (ranks - free).clamp_min(0)
-    return torch.empty_like(p).scatter_(1, order, ranked)
-
-
-def _uniform_rows(n: int, seed: int | None, stream: int) -> Tensor:
-    """A number in [0, 1) for each row; calibration and new images have streams of their own."""
-    if seed is None:
-        return torch.zeros(1)
-    return torch.from_numpy(np.random.default_rng((seed, stream)).random((n, 1)))
-
-
-class Selective(NamedTuple):
-    """Answer when confidence >= threshold; None promises nothing, so nothing is sure."""
-
-    threshold: float | None
-    coverage: float  # share of the labels that lie at or above the threshold
-    bound: float  # accuracy there is at least this, with the certainty asked for
-    labels: int  # how many the promise rests on
-    missing: int  # how many more are needed before any promise is possible
-    accuracy: float = 0.95
-    certainty: float = 0.95
-    cross_fitted: bool = False  # rests on fold models' predictions: approximate
-
-    def dump(self) -> dict[str, Any]:
-        """Plain JSON; `load_selective` reads it back."""
-        return self._asdict()
-
-
-def selective(
-    confidence: Any,
-    right: Any,
-    *,
-    accuracy: float = 0.95,
-    certainty: float = 0.95,
-    cross_fitted: bool = False,
-) -> Selective:
-    """The lowest threshold at which answers are right often enough, promised with certainty.
-
-    `confidence` [N] is that of the top class of each labelled image, `right` [N] whether it was
-    right. In at least `certainty` of the samples of labels the threshold has accuracy >= `accuracy`
-    on new images of the same kind, or is None. The labels must be a random sample of those images,
-    and neither train the model nor choose its calibration. `cross_fitted` is noted in the result:
-    the predictions are out of fold, by fold models.
-    """
-    for name, value in (("accuracy", accuracy), ("certainty", certainty)):
-        if not 0 < value < 1:
-            raise ValueError(f"{name} is {value}, but it must lie between 0 and 1, both excluded.")
-    c, hits = np.asarray(confidence, dtype=np.float64), np.asarray(right)
-    if c.ndim != 1 or hits.shape != c.shape:
-        raise ValueError(f"confidence and right must be [N] both, not {c.shape} and {hits.shape}.")
-    if not np.isfinite(c).all() or (len(c) and (c.min() < 0 or c.max() > 1 + 1e-6)):
-        raise ValueError("confidence must be numbers between 0 and 1.")
-    if not np.isin(hits, (0, 1)).all():
-        raise ValueError("right must be True or False for each picture.")
-    n, order = len(c), np.argsort(-c, kind="stable")
-    c, hits = c[order], hits[order].astype(bool)
-    k = _answered(c, ~hits, 1 - accuracy, 1 - certainty)
-    if k == 0:
-        missing = max(0, needed(accuracy, certainty) - n)
-        return Selective(None, 0.0, 0.0, n, missing, accuracy, certainty, cross_fitted)
-    from scipy import special
-
-    correct = int(hits[:k].sum())
-    bound = float(special.betaincinv(correct, k - correct + 1, 1 - certainty))
-    return Selective(float(c[k - 1]), k / n, bound, n, 0, accuracy, certainty, cross_fitted)
-
-
-def needed(accuracy: float = 0.95, certainty: float = 0.95) -> int:
-    """How many labels without an error show it: the first n with accuracy^n <= 1 - certainty.
-
-    >>> needed(0.95, 0.95)
-    59
-    """
-    return math.ceil(math.log1p(-certainty) / math.log(accuracy) - 1e-9)
-
-
-def _answered(ordered: Any, wrong: Any, error: float, doubt: float) -> int:
-    """How many of the most confident labels fixed-sequence tests can answer; 0: none."""
-    from scipy import special
-
-    starts = _starts(len(ordered), error, doubt)
-    if not starts:
-        return 0
-    last = np.append(ordered[1:] != ordered[:-1], True)  # tied labels are answered together
-    ks = np.flatnonzero(last) + 1
-    errors = np.cumsum(wrong)[ks - 1]
-    passed = special.bdtr(errors, ks, error) <= doubt / len(starts)
-    furthest = 0
-    for start in starts:
-        first = int(np.searchsorted(ks, start))
-        walk = passed[first:]
-        steps = len(walk) if walk.all() else int(np.argmin(walk))
-        if steps:
-            furthest = max(furthest, int(ks[first + steps - 1]))
-    return furthest
-
-
-def _starts(n: int, error: float, doubt: float) -> list[int]:
-    """Where tests begin: the fewest labels that can be enough, doubled while there are as many."""
-    starts: list[int] = []
-    for walks in range(1, 65):
-        least = needed(1 - error, 1 - doubt / walks)
-        if least * 2 ** (walks - 1) > n:
-            break
-        starts = [least * 2**i for i in range(walks)]
-    return starts
-
-
-def load_conformal(saved: Any) -> Conformal:
-    """From what `dump` gave; a ValueError in one sentence for anything else."""
-    rule = _rule_fields(saved, Conformal)
-    if not (
-        rule
-        and rule["score"] in get_args(Score)
-        and _are_counts([rule[key] for key in ("labels", "missing", "free", "seed")])
-        and _are_numbers([rule[key] for key in ("coverage", "penalty", "threshold")])
-        and 0 < rule["coverage"] < 1
-    ):
-        raise ValueError("The prediction sets (conformal) are malformed.")
-    return Conformal(**saved)
-
-
-def load_selective(saved: Any) -> Selective:
-    """From what `dump` gave; a ValueError in one sentence for anything else."""
-    rule = _rule_fields(saved, Selective)
-    names = "coverage bound accuracy certainty threshold".split()
-    if not (
-        rule
-        and _are_numbers([rule[name] for name in names])
-        and all(0 <= rule[name] <= 1 + 1e-6 for name in names)
-        and _are_counts([rule["labels"], rule["missing"]])
-    ):
-        raise ValueError("The operating point (selective) is malformed.")
-    return Selective(**saved)
-
-
-def _rule_fields(saved: Any, kind: type[Conformal] | type[Selective]) -> dict[str, Any]:
-    """The fields of a rule, 0 for what may be None; nothing if they are not the rule's."""
-    if not isinstance(saved, dict) or set(saved) != set(kind._fields):
-        return {}
-    if type(saved["cross_fitted"]) is not bool:
-        return {}
-    optional = ("threshold", "seed")
-    return {key: 0 if value is None and key in optional else value for key, value in saved.items()}
+    low, high = (float(np.log(limit)) for limit in TEMPERATURES)
+    if surplus(low) <= 0:  # falls with the temperature
+        return TEMPERATURES[0]
+    if surplus(high) >= 0:
+        return TEMPERATURES[1]
+    return float(np.exp(optimize.brentq(surplus, low, high, xtol=1e-10)))

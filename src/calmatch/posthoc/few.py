@@ -1,0 +1,240 @@
+"""Few labels, many unlabelled images: how wrong is it, which temperature, would more labels help?
+
+At the right temperature mean confidence is accuracy, so error and temperature are one unknown. It
+has a prior, learned over datasets (prior.json, by research/trust.py) from what unlabelled images
+show; held-out labels update it; error, interval and promise are read off the posterior. Everything
+takes arrays, and log-probabilities as the model that is used would give them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from calmatch.posthoc.promises import Selective
+from calmatch.posthoc.scaling import (
+    TEMPERATURES,
+    Scaling,
+    check_log_probs,
+    check_logits,
+    log_softmax,
+    matching_temperature,
+)
+
+STEPS = 241  # of log temperature
+FEWEST = 10  # unlabelled images above a threshold, that it may be promised
+
+
+class Estimate(NamedTuple):
+    """A number and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@functools.cache
+def read_prior() -> Mapping[str, Any]:
+    """What was learned over datasets, and how."""
+    learned: Mapping[str, Any] = json.loads(Path(__file__).with_name("prior.json").read_text())
+    return learned
+
+
+def expected_accuracy(
+    agreement: float,
+    classes: int,
+    labels_a_class: float,
+    prior: Mapping[str, Any] | None = None,
+) -> float:
+    """The accuracy of a model, by how often models of disjoint halves of its labels agree.
+
+    Jiang et al. (2022) have accuracy equal agreement, for networks that differ in their seeds
+    alone. Halves know less and share mistakes, so logit(accuracy) = a + b logit(agreement) + c
+    log(classes) + d log(labels a class / 4), learned over datasets.
+    """
+    a, b, c, d = (prior or read_prior())["accuracy"]
+    share = min(max(agreement, 0.003), 0.997)
+    x = a + b * np.log(share / (1 - share)) + c * np.log(np.clip(classes, 2, 20))
+    x += d * np.log(np.clip(labels_a_class, 2, 25) / 4)
+    return float(1 / (1 + np.exp(-x)))
+
+
+class FewLabelTemperature(NamedTuple):
+    """A temperature and how well it is known."""
+
+    temperature: float
+    log_sd: float  # of its logarithm
+    labels: int  # held out, that took part
+
+    def scaling(self) -> Scaling:
+        """As it is applied and saved."""
+        return Scaling("temperature", {"temperature": self.temperature}, self.labels)
+
+    def end(self, deviations: float) -> float:
+        """So many standard deviations warmer."""
+        return float(np.clip(self.temperature * np.exp(deviations * self.log_sd), *TEMPERATURES))
+
+
+def few_label_temperature(
+    free: Any,
+    held: Any = None,
+    labels: Any = None,
+    *,
+    agreement: float | None = None,
+    labels_a_class: float = 4.0,
+    repeats: int = 1,
+    prior: Mapping[str, Any] | None = None,
+) -> FewLabelTemperature:
+    """The posterior of the temperature: without labels the prior's, with many their likeliest.
+
+    Args:
+        free: log-probabilities [N, C] of unlabelled images.
+        held: log-probabilities [n, C] of labelled images, by models that have not seen their label.
+        labels: [n] class ids.
+        agreement: share of the unlabelled images on which models of disjoint halves of the labels
+            agree; None: nothing is known, and the prior is wide around 1.
+        labels_a_class: that the model learned from, for the prior.
+        repeats: how often each label is in `held`; together they count once.
+        prior: as in prior.json, for a study that leaves datasets out.
+    """
+    z, learned = check_log_probs(torch.as_tensor(free)), prior or read_prior()
+    centre, sd = 0.0, learned["blind_sd"]
+    if agreement is not None:
+        accuracy = expected_accuracy(agreement, z.shape[1], labels_a_class, learned)
+        centre, sd = float(np.log(matching_temperature([z], accuracy))), learned["sd"]
+    logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
+    fits, n = -0.5 * ((logs - centre) / sd) ** 2, 0
+    if labels is not None:
+        z, y = check_logits(held, labels)
+        n = max(1, round(len(y) / repeats))
+        for k, heat in enumerate(np.exp(logs)):
+            fits[k] += log_softmax(z / heat)[np.arange(len(y)), y].sum() / repeats
+    weights = np.exp(fits - fits.max())
+    weights /= weights.sum()
+    mean = float(weights @ logs)
+    spread = float(np.sqrt(weights @ (logs - mean) ** 2))
+    return FewLabelTemperature(float(np.exp(mean)), learned["widening"] * spread, n)
+
+
+def few_label_error(
+    fitted: FewLabelTemperature,
+    free: Any,
+    held: Any = None,
+    labels: Any = None,
+    *,
+    repeats: int = 1,
+    level: float = 0.95,
+    prior: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """The error of a model: one minus its mean confidence at the posterior temperature.
+
+    What no temperature can mend (`floor`) is corrected by held-out labels: their mean of "right"
+    minus confidence, with the weight that their noise leaves it, of thousands of labels almost all
+    (prediction-powered inference). The interval is the posterior's, widened to hold the truth as
+    often as it says over the datasets that prior.json names; nothing proves it for another one.
+    """
+    z, learned = check_log_probs(torch.as_tensor(free)), prior or read_prior()
+
+    def confidence(heat: float) -> float:
+        return float(np.exp(log_softmax(z / heat).max(1)).mean())
+
+    value, floor, reach = confidence(fitted.temperature), learned["floor"], _deviations(level)
+    above, below = (confidence(fitted.end(side * reach)) for side in (-1, 1))
+    if labels is not None:
+        z_held, y = check_logits(held, labels)
+        top = np.exp(log_softmax(z_held / fitted.temperature).max(1))
+        noise = max(float((top * (1 - top)).mean()), 0.01) * repeats / len(y)
+        shift = float(((z_held.argmax(1) == y) - top).mean()) * floor**2 / (floor**2 + noise)
+        value, above, below = value + shift, above + shift, below + shift
+    error = 1 - float(np.clip(value, 1 / z.shape[1], 1))
+    low = error - float(np.hypot(above - value, reach * floor))
+    high = error + float(np.hypot(value - below, reach * floor))
+    return Estimate(error, max(0.0, low), min(1.0, high))
+
+
+def few_label_promise(
+    fitted: FewLabelTemperature,
+    free: Any,
+    *,
+    accuracy: float = 0.95,
+    certainty: float = 0.95,
+) -> Selective:
+    """The lowest threshold whose answers are right often enough, by a cautious temperature.
+
+    At the temperature that is too warm with the certainty asked for, the mean confidence of the
+    unlabelled images above the threshold is still the accuracy promised. It needs no minimum of
+    labels, but it is as good as the prior: it held that often over datasets left out of it, and
+    fails where agreement misleads (classes that look alike to every model, images of another kind).
+    """
+    z = check_log_probs(torch.as_tensor(free))
+    confidence = np.exp(log_softmax(z / fitted.temperature).max(1))
+    order = np.argsort(-confidence, kind="stable")
+    cautious = np.exp(log_softmax(z[order] / fitted.end(_deviations(2 * certainty - 1))).max(1))
+    means = np.cumsum(cautious) / np.arange(1, len(z) + 1)
+    enough = np.flatnonzero(means >= accuracy)
+    number = int(enough[-1]) + 1 if len(enough) else 0
+    facts = (fitted.labels, 0, accuracy, certainty, True, True)
+    if number < FEWEST:
+        return Selective(None, 0.0, 0.0, *facts)
+    threshold = float(confidence[order[number - 1]])
+    return Selective(threshold, number / len(z), float(means[number - 1]), *facts)
+
+
+def expected_gain(
+    agreement: float,
+    labels_a_class: float,
+    more: float,
+    *,
+    level: float = 0.95,
+    prior: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """How far the error will fall with `more` labels a class: settle what models disagree on.
+
+    Each doubling of the labels settles a share of the images on which models of disjoint halves of
+    them disagree; the share and its spread are learned over datasets.
+    """
+    share, spread = (prior or read_prior())["gain"]
+    doubt = (1 - agreement) * float(np.log2(1 + more / labels_a_class))
+    reach = _deviations(level) * spread
+    return Estimate(share * doubt, (share - reach) * doubt, (share + reach) * doubt)
+
+
+def ppi_mean(
+    truth: Any, guess: Any, free: Any, *, level: float = 0.95, isotonic: bool = False
+) -> Estimate:
+    """The mean of `truth` over all images, from few that are known and a guess of every one.
+
+    PPI++ (Angelopoulos et al., 2023): the mean guess of the unlabelled images, corrected by the
+    labelled ones; guesses count as much as they explain, so it is no wider than the labels' own
+    normal interval. With `isotonic` the guesses are first bent to fit the labels, monotonically
+    (calibrated AIPW), which trusts them fully. The interval is asymptotic: normal, and of some
+    dozens of labels too narrow; and if the labels trained the guesses, of no meaning.
+    """
+    y, f, u = (np.asarray(each, dtype=np.float64) for each in (truth, guess, free))
+    if y.ndim != 1 or f.shape != y.shape or u.ndim != 1 or len(y) < 2 or len(u) < 2:
+        raise ValueError("truth and guess must be [n] both, and free [N], two of each at least.")
+    power = 1.0
+    if isotonic:
+        from sklearn.isotonic import IsotonicRegression
+
+        curve = IsotonicRegression(out_of_bounds="clip").fit(f, y)
+        f, u = curve.predict(f), curve.predict(u)
+    elif (spread := float(np.concatenate([f, u]).var(ddof=1))) > 0:
+        power = float(np.cov(y, f, ddof=0)[0, 1]) / (spread * (1 + len(y) / len(u)))
+        power = min(max(power, 0.0), 1.0)
+    value = float(power * u.mean() + (y - power * f).mean())
+    variance = power**2 * u.var() / len(u) + (y - power * f).var() / len(y)
+    reach = _deviations(level) * float(np.sqrt(variance))
+    return Estimate(value, value - reach, value + reach)
+
+
+def _deviations(level: float) -> float:
+    """Standard deviations to either side of a normal interval."""
+    return NormalDist().inv_cdf((1 + level) / 2)
