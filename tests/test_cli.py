@@ -38,6 +38,7 @@ def test_a_run_loads_few_modules_and_the_import_hardly_any(tmp_path):
     assert int(run_python(f"import sys, calmatch; print(len({OURS}))")) <= 4
     code = (
         "import sys; from calmatch.cli import main; "
+        "from calmatch.training import loop; loop.RESAMPLES = 20; "
         "words = 'train digits_40 --steps 3 --quiet --out'.split(); "
         f"assert main([*words, sys.argv[1]]) == 0; print(len({OURS}), *{OURS})"
     )

@@ -53,16 +53,25 @@ def lines_of(folder):
     return (folder / RUN_LOG).read_text().splitlines()
 
 
-def test_a_failed_run_stops_no_other_and_finished_ones_are_kept(tiny, tmp_path, monkeypatch):
-    good = Job("good", tiny(), tmp_path / "good")
-    bad = Job("bad", tiny(lr=1e30), tmp_path / "bad")
-    items = perform([bad, good])
-    assert items["good"].state == "finished"
-    assert items["bad"].state == "failed"
+def test_a_failed_run_stops_no_other_and_seeds_that_share_a_process_end_as_if_alone(
+    tiny, tmp_path, monkeypatch
+):
+    settings = {"bad": tiny(lr=1e30), "good": tiny(), "other": tiny(seed=1, split_seed=1)}
+    bad, good, other = (Job(name, each, tmp_path / name) for name, each in settings.items())
+    items = perform([bad, good, other], [Worker("gpu", {"OMP_NUM_THREADS": "1"}, together=3)])
+    assert [item.state for item in items.values()] == ["failed", "finished", "finished"]
     words = "A weight or a moment became infinite or NaN in step 1"
     assert items["bad"].note.startswith(f"exit code 2: calmatch: {words}")
-    assert load_run(good.folder).config == good.config
     assert " -m calmatch train " in lines_of(bad.folder)[0]
+    assert load_run(good.folder).config == good.config
+    assert "engine.train_folders" in lines_of(good.folder)[0]
+    assert not (other.folder / RUN_LOG).exists()
+    assert (other.folder / "report.html").exists()
+    monkeypatch.setattr(loop, "RESAMPLES", 500)  # as in the other process
+    alone = train(other.config, tmp_path / "alone", quiet=True)
+    for name in FILES:
+        assert (alone.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
+    # finished ones are kept, the failed one is tried again
     assert words in last_log_lines(bad.folder)[-1]
     before = (good.folder / "result.json").stat().st_mtime_ns
     monkeypatch.setattr(engine, "job_command", lambda job: ["false"])  # it takes no second
@@ -158,20 +167,6 @@ def test_a_machine_is_divided_by_cores_and_gpus(monkeypatch):
     gpus = local_workers(100, per_device=2)
     assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in gpus] == ["3", "5"]
     assert [worker.together for worker in gpus] == [2, 2]
-
-
-def test_seeds_that_share_a_process_end_as_if_alone(tiny, tmp_path, monkeypatch):
-    settings = [tiny(seed=0), tiny(seed=1, split_seed=1)]
-    todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
-    items = perform(todo, [Worker("gpu", {"OMP_NUM_THREADS": "1"}, together=3)])
-    assert [item.state for item in items.values()] == ["finished"] * 2
-    assert "engine.train_folders" in lines_of(todo[0].folder)[0]
-    assert not (todo[1].folder / RUN_LOG).exists()
-    assert (todo[1].folder / "report.html").exists()
-    monkeypatch.setattr(loop, "RESAMPLES", 500)  # as in the other process
-    alone = train(settings[1], tmp_path / "alone", quiet=True)
-    for name in FILES:
-        assert (alone.folder / name).read_bytes() == (todo[1].folder / name).read_bytes(), name
 
 
 def test_a_worker_takes_further_rows_while_there_is_room(tiny, tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from calmatch.options import ReplayOptions
 from calmatch.training import cuda_graph, replay
 from calmatch.training.loop import train
 from calmatch.training.setup import WORKSPACE, deterministic, package_version
-from conftest import calmatch
 
 
 @pytest.fixture
@@ -32,9 +31,9 @@ def change(folder, place, key, value):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_real_replay_is_the_same_byte_for_byte(folder):
+def test_a_replay_is_the_same_byte_for_byte(folder, typed):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    replayed = calmatch("replay", folder)
+    replayed = typed("replay", folder)
     assert replayed.returncode == 0, replayed.stderr
     assert replayed.stdout == (
         "The same, byte for byte: 8 lines of metrics.jsonl, 60 predictions.\n"
