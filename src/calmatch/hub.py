@@ -18,7 +18,6 @@ from calmatch import __version__, files
 from calmatch.console import message
 from calmatch.data.images import cache_folder
 from calmatch.model import Model, load_model, read_model_json
-from calmatch.nets.timm import Timm
 from calmatch.report.charts import reliability_figure, save_figure
 from calmatch.runs import Run, load_run
 
@@ -68,9 +67,9 @@ def write_repository(run: Run, place: Path, name: str) -> None:
     note["provenance"] |= {"data": run.data}  # a folder's name, not where it lies
     files.write_json(place / "model.json", note)
     weights = safetensors.torch.load_file(run.folder / "model.safetensors")
-    body = model.network.net.body
+    body: Any = model.network.net.body
     in_timm = all(key.startswith(PREFIX) for key in weights)
-    if isinstance(body, Timm) and in_timm:
+    if in_timm:
         weights = {key.removeprefix(PREFIX): value for key, value in weights.items()}
         _write_timm_config(body, model, place / "config.json")
     else:
@@ -99,7 +98,7 @@ def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"
 
 
-def _write_timm_config(body: Timm, model: Model, path: Path) -> None:
+def _write_timm_config(body: Any, model: Model, path: Path) -> None:
     """config.json of timm.create_model("hf-hub:..."): its logits, before our calibration."""
     settings = {"input_size": [3, model.size, model.size], "num_classes": len(model.classes)}
     settings |= {key: model.note[key] for key in ("mean", "std")}

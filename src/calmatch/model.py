@@ -342,12 +342,17 @@ def _read_network(path: Path, note: Mapping[str, Any]) -> Network:
     try:
         with torch.device("meta"):
             sketch = _build_network(text, note, own)
-            logits = sketch(torch.empty(1, 3, note["size"], note["size"], dtype=torch.uint8))
+            shape: tuple[int, ...] = (1, len(note["classes"]))
+            item = spec.parse(text)
+            if spec.parse(str(item.kwargs.get("on", text))).name not in nets.CONVOLUTIONAL or own:
+                # seconds of imports, so only of networks whose settings can go wrong
+                pixels = torch.empty(1, 3, note["size"], note["size"], dtype=torch.uint8)
+                shape = tuple(sketch(pixels).shape)
     except spec.SpecError:
         raise
     except Exception as error:  # whatever a network makes of settings it was not made for
         raise ValueError(f"The network {note['net']!r} cannot be built: {error}") from error
-    if tuple(logits.shape) != (1, len(note["classes"])):
+    if shape != (1, len(note["classes"])):
         raise ValueError(f"The network {note['net']!r} does not give one logit for each class.")
     tensors = _read_tensors(path, sketch.state_dict())
     with torch.random.fork_rng(devices=[]):

@@ -17,8 +17,8 @@ from torch.nn import functional
 from calmatch import nets
 from calmatch.core import Task
 from calmatch.methods import build
-from calmatch.nets.classic import WideResNet
-from calmatch.nets.timm import TrimmedConv2d, ViT
+from calmatch.nets.classic import TrimmedConv2d, WideResNet
+from calmatch.nets.timm import ViT
 from calmatch.training.cuda_graph import bf16_parameters
 from conftest import GOLDEN, Golden
 
@@ -294,3 +294,20 @@ def test_a_classifier_that_comes_from_a_file_stays(tmp_path):
         f"timm.tf_efficientnet_lite0(checkpoint_path='{tmp_path / 'weights.pth'}')", 10, 32
     )
     assert torch.equal(ours.model.classifier.weight, theirs.classifier.weight)
+
+
+@pytest.mark.parametrize(("number", "size"), [(0, 64), (1, 75), (2, 96)])
+def test_our_efficientnet_lite_is_timms(number, size):
+    ours = nets.build(f"efficientnet_lite{number}(pretrained=False)", 10, size).eval()
+    theirs = timm.create_model(f"tf_efficientnet_lite{number}", num_classes=10).eval()
+    assert list(ours.model.state_dict()) == list(theirs.state_dict())
+    for key in ours.model.pretrained_cfg:
+        assert ours.model.pretrained_cfg[key] == theirs.pretrained_cfg[key]
+    theirs.load_state_dict(ours.model.state_dict())
+    images = torch.randn(2, 3, size, size)
+    with torch.no_grad():
+        last, maps = theirs.forward_intermediates(images, indices=3)
+        own_last, own_maps = ours.model.forward_intermediates(images)
+        torch.testing.assert_close(ours(images).logits, theirs(images))
+        for mine, other in zip([own_last, *own_maps], [last, *maps], strict=True):
+            torch.testing.assert_close(mine, other)

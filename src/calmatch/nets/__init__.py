@@ -20,12 +20,14 @@ from calmatch import files, spec
 from calmatch.core import Output
 
 VITS = "vit_tiny_patch2_32 vit_small_patch2_32 vit_small_patch16_96 vit_base_patch16_96".split()
-LITE = ("efficientnet_lite0", "efficientnet_lite2")  # pretrained by default
+LITE = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")  # pretrained by default
+WIDE = ("wrn_28_2", "wrn_28_8", "wrn_37_2")
+CONVOLUTIONAL = (*LITE, *WIDE, "small", "tiny")  # they take images of any size
 NETS = spec.Table(
-    {name: f"nets.timm.{name}" for name in (*VITS, *LITE)}
-    | {name: f"nets.classic.{name}" for name in ("wrn_28_2", "wrn_28_8", "wrn_37_2")}
+    {name: f"nets.timm.{name}" for name in VITS}
+    | {name: f"nets.classic.{name}" for name in (*WIDE, *LITE)}
     | {
-        "embedded": "nets.timm.Embedded",
+        "embedded": "nets.classic.Embedded",
         "small": "nets.classic.Small",
         "tiny": "nets.classic.Tiny",
         "timm": "nets.timm.Timm",
@@ -133,6 +135,17 @@ def pooled_features(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     spreads = [each.square().mean((2, 3)) - mean.square() for each, mean in pairs]
     logs = [(spread.clamp_min(0) + 1e-8).sqrt().add(1e-3).log() for spread in spreads]
     return model.forward_head(final, pre_logits=True), torch.cat([*means, *logs], 1)
+
+
+@torch.no_grad()
+def pooled_widths(net: nn.Module, size: int) -> tuple[int, int]:
+    """D and M of `pooled_features`, measured with one black image where the network has no note."""
+    noted: tuple[int, int] | None = getattr(getattr(net, "model", None), "widths", None)
+    if noted is not None:
+        return noted
+    pixels = torch.zeros(1, 3, size, size, device=next(net.parameters()).device)
+    last, stages = pooled_features(net.eval(), pixels)
+    return last.shape[1], stages.shape[1]
 
 
 def classifier(net: nn.Module, features: int, classes: int) -> nn.Linear:

