@@ -7,8 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from calmatch import augment, export, posthoc
+from calmatch.data.images import square_image
 from calmatch.model import Model, load_model, save_calibration
 from calmatch.training.loop import train
 from conftest import calmatch, write_random_model
@@ -22,7 +24,7 @@ def run(path, to: str, images: torch.Tensor) -> torch.Tensor:
     if to == "onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         return torch.from_numpy(session.run(["probabilities"], {"images": images.numpy()})[0])
-    return torch.export.load(path).module()(images)
+    return torch.export.load(path).module()(images)[0]
 
 
 def calibrated(folder, kind: str, size: int) -> Model:
@@ -46,15 +48,17 @@ def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path)
     write_random_model(tmp_path, "tiny", 4, 8)
     same(tmp_path, "onnx", calibrated(tmp_path, "isotonic", 8))
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (entry,), (answer,) = session.get_inputs(), session.get_outputs()
-    assert (entry.name, entry.type, entry.shape[1:]) == ("images", "tensor(uint8)", [3, 8, 8])
-    assert isinstance(entry.shape[0], str)
-    assert (answer.name, answer.shape[1]) == ("probabilities", 4)
+    (entry,), answers = session.get_inputs(), session.get_outputs()
+    assert (entry.name, entry.type, entry.shape[1]) == ("images", "tensor(uint8)", 3)
+    assert all(isinstance(entry.shape[k], str) for k in (0, 2, 3))
+    assert [answer.name for answer in answers] == ["probabilities", "set", "sure"]
+    assert [answer.type for answer in answers[1:]] == ["tensor(bool)"] * 2
+    assert answers[0].shape[1] == 4
     facts = session.get_modelmeta().custom_metadata_map
     assert json.loads(facts["classes"]) == [f"class {k}" for k in range(4)]
     assert json.loads(facts["calibration"])["kind"] == "isotonic"
     assert json.loads(facts["provenance"]) == {"seed": 5}
-    assert "shorter side resized to 8" in facts["preprocessing"]
+    assert "the middle, bilinear, to 8 x 8" in facts["preprocessing"]
 
 
 def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
@@ -117,7 +121,8 @@ def test_a_file_that_disagrees_with_the_model_is_not_written(tmp_path, monkeypat
     write_random_model(tmp_path, "tiny", 3, 8)
     loaded = load_model(tmp_path)
     for wrong in (0.001, np.nan):
-        fake = lambda data, wrong=wrong: lambda images: loaded.probabilities(images) + wrong  # noqa: E731
+        true = export.Calibrated(loaded).eval()
+        fake = lambda data, wrong=wrong: lambda x: (true(x)[0] + wrong, *true(x)[1:])  # noqa: E731, B023
         monkeypatch.setattr(export, "_run_pt2", fake)
         with pytest.raises(ValueError, match="differs from the model"):
             export.export(loaded, tmp_path / "model.pt2", "pt2")
@@ -131,3 +136,51 @@ def test_mistakes_are_one_sentence(tmp_path):
         export.export(loaded, tmp_path / "x", "tflite")
     with pytest.raises(ValueError, match="cannot be written"):
         export.export(loaded, tmp_path / "no" / "x.onnx")
+
+
+@pytest.mark.parametrize("squash", [False, True])
+@pytest.mark.parametrize(
+    ("high", "wide"), [(20, 20), (33, 47), (150, 61), (7, 9), (9, 200), (301, 40), (64, 64)]
+)
+def test_resizing_in_the_graph_is_pillows(high, wide, squash):
+    draw = np.random.default_rng(high)
+    coarse = Image.fromarray(draw.integers(0, 256, (9, 9, 3), dtype=np.uint8))
+    image = coarse.resize((wide, high), Image.Resampling.BICUBIC)  # with edges and overshoot
+    expected = torch.from_numpy(square_image(image, 20, squash))
+    pixels = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())[None]
+    away = (export.resize_square(pixels, 20, squash)[0].int() - expected.int()).abs()
+    assert int(away.max()) <= 1
+    assert float(away.float().mean()) < 0.25  # by the order of the two passes, which varies
+
+
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+@pytest.mark.parametrize("squash", [False, True])
+def test_jpeg_bytes_of_any_size_get_the_answers_of_predict(tmp_path, to, squash):
+    write_random_model(tmp_path, "tiny", 4, 24)
+    probs = load_model(tmp_path).probabilities(pictures(200, 24, seed=3))
+    labels = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    rule = posthoc.Selective(float(probs.amax(1).median()), 0.5, 0.9, 200, 0)
+    save_calibration(tmp_path, None, posthoc.conformal(probs, labels, score="aps"), rule)
+    note = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps(note | {"squash": squash}))
+    loaded = load_model(tmp_path)
+    path = export.export(loaded, tmp_path / f"model.{to}", to)
+    sure = []
+    for number, size in enumerate([(60, 41), (24, 24), (25, 90), (130, 128)] * 3):
+        draw = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+        file = tmp_path / f"{number}.jpg"
+        Image.fromarray(draw).resize(size).save(file, quality=90)
+        bytes_in = torch.from_numpy(np.asarray(Image.open(file)).transpose(2, 0, 1).copy())[None]
+        if to == "onnx":
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+            out = [torch.from_numpy(x) for x in session.run(None, {"images": bytes_in.numpy()})]
+        else:
+            out = list(torch.export.load(path).module()(bytes_in))
+        answer = loaded.predict(file)
+        assert loaded.classes[int(out[0].argmax())] == answer.label
+        assert abs(float(out[0].max()) - answer.confidence) < 0.01
+        names = {loaded.classes[k] for k in out[1][0].nonzero()[:, 0].tolist()}
+        assert names == set(answer.set)
+        assert bool(out[2]) == answer.sure
+        sure.append(answer.sure)
+    assert len(set(sure)) == 2  # both kinds were seen

@@ -1,10 +1,11 @@
-"""A model as one ONNX or PT2 file: bytes in, calibrated probabilities out, checked when made."""
+"""A model as one ONNX or PT2 file: bytes of any size in, probabilities, sets and sure out."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,23 +19,57 @@ from calmatch import __version__, files
 from calmatch.model import Model
 
 TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilities`
+OUTPUTS = ("probabilities", "set", "sure")
 PREPROCESSING = (
-    "As calmatch.data.images.decode: turned upright (EXIF), 8-bit RGB; the shorter side resized to "
-    "{size} by Pillow's bilinear filter (antialiased), keeping the aspect; {size} x {size} cut out "
-    "of the centre; uint8 [N, 3, {size}, {size}]. "
-    "Normalisation, test-time augmentation and calibration are in the model."
+    "images: uint8 [N, 3, H, W], RGB, turned upright (EXIF), of any height and width. Resizing (as "
+    "Pillow does, antialiased: {how} to {size} x {size}), normalisation, test-time augmentation "
+    "and calibration are in the model. probabilities: float [N, C], of `classes` in order; set: "
+    "bool [N, C], the prediction set, empty without a promise; sure: bool [N]."
 )
 
 
 class Calibrated(nn.Module):
-    """The whole of it: uint8 images [N, 3, size, size] to calibrated probabilities [N, C]."""
+    """The whole of it: uint8 [N, 3, H, W] to probabilities [N, C], sets [N, C] and sure [N]."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.network, self.calibration = model.network, model.calibration
+        self.size, self.squash, self.conformal = model.size, model.squash, model.conformal
+        point = model.selective.threshold if model.selective else None
+        self.point = math.inf if point is None else point
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.calibration(self.network(images)).exp()
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        square = resize_square(images, self.size, self.squash)
+        probs = self.calibration(self.network(square)).exp()
+        sets = self.conformal.sets(probs) if self.conformal else torch.zeros_like(probs).bool()
+        return probs, sets, probs.amax(1) >= self.point
+
+
+def resize_square(images: Tensor, size: int, squash: bool) -> Tensor:
+    """What `square_image` does with Pillow, as two products, which any runtime can compute."""
+    high, wide = images.shape[-2:]
+    across, down = (_weights(*sides, size, squash) for sides in ((wide, high), (high, wide)))
+    rows = (images.float() @ across.T + 0.5).floor().clamp(0, 255)
+    return (down @ rows + 0.5).floor().clamp(0, 255).to(torch.uint8)
+
+
+def _weights(side: int, other: int, size: int, squash: bool) -> Tensor:
+    """How much each pixel of a side counts in each new one: [size, side].
+
+    Lengths are tensors, so that one graph is made for all sizes.
+    """
+    length, least = (torch.ones(n, dtype=torch.float64).sum() for n in (side, min(side, other)))
+    kept = length if squash else torch.minimum(length, 4 * least)  # a strip loses its ends first
+    whole = kept * size / (kept if squash else least)
+    whole = whole.round().clamp_min(size)  # pixels before the middle is cut out
+    first = ((whole - size) / 2).floor()
+    centre = (torch.arange(size) + first + 0.5) * (kept / whole) + ((length - kept) / 2).floor()
+    reach = (kept / whole).clamp_min(1)  # a smaller image: every pixel counts
+    t = ((torch.arange(side) + 0.5)[None] - centre[:, None]).abs() / reach
+    near, far = (1.5 * t - 2.5) * t * t + 1, ((-0.5 * t + 2.5) * t - 4) * t + 2
+    cubic = torch.where(t < 1, near, torch.where(t < 2, far, 0.0))
+    weight = cubic if squash else (1 - t).clamp_min(0)
+    return (weight / weight.sum(1, keepdim=True)).float()
 
 
 def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
@@ -48,7 +83,8 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
     generator = torch.Generator().manual_seed(0)
     shape = (3, 3, model.size, model.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    data = (_onnx if to == "onnx" else _pt2)(model, images)
+    odd = torch.randint(0, 256, (2, 3, 45, 61), dtype=torch.uint8, generator=generator)
+    data = (_onnx if to == "onnx" else _pt2)(model, odd)
     check_export(data, to, model, images)
     files.write(path, data)
     return path
@@ -58,8 +94,12 @@ def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
     """Refuse a file whose probabilities differ from the model's, for one image or several."""
     run = (_run_onnx if to == "onnx" else _run_pt2)(data)
     for some in (images, images[:1]):
-        away = float((run(some) - model.probabilities(some)).abs().max())
-        if not away <= TOLERANCE:
+        probs, sets, sure = run(some)
+        away = float((probs - model.probabilities(some)).abs().max())
+        expected = Calibrated(model).eval()
+        with torch.inference_mode():
+            same = all(map(torch.equal, (sets, sure), expected(some)[1:]))
+        if not away <= TOLERANCE or not same:
             raise ValueError(
                 f"The {to} file differs from the model by {away:.1e}, so it is not kept; "
                 f"please report this with the network's name."
@@ -72,7 +112,8 @@ def export_metadata(model: Model) -> dict[str, str]:
     facts = {"classes": list(model.classes), "size": model.size, "provenance": model.provenance}
     facts |= {key: model.note.get(key) for key in keys} | {"calmatch": __version__}
     texts = {key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()}
-    return {"preprocessing": PREPROCESSING.format(size=model.size), **texts}
+    how = "all of it, bicubic," if model.squash else "the middle, bilinear,"
+    return {"preprocessing": PREPROCESSING.format(size=model.size, how=how), **texts}
 
 
 def _pt2(model: Model, images: Tensor) -> bytes:
@@ -83,7 +124,8 @@ def _pt2(model: Model, images: Tensor) -> bytes:
 
 
 def _program(model: Model, images: Tensor) -> Any:
-    shapes = {"images": {0: torch.export.Dim("pictures", min=1)}}
+    names = ("pictures", "", "height", "width")
+    shapes = {"images": {k: torch.export.Dim(name) for k, name in enumerate(names) if name}}
     return torch.export.export(Calibrated(model).eval(), (images,), dynamic_shapes=shapes)
 
 
@@ -96,12 +138,19 @@ def _onnx(model: Model, images: Tensor) -> bytes:
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
+        import onnxscript
     except ImportError as error:
         raise ValueError(
             "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
         ) from error
-    names: Any = {"input_names": ["images"], "output_names": ["probabilities"]}
+    op: Any = onnxscript.opset18
+
+    def stable_sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
+        number = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+        return op.TopK(x, number, axis=dim, largest=int(descending), sorted=1)  # ties: first first
+
+    names: Any = {"input_names": ["images"], "output_names": list(OUTPUTS)}
+    names["custom_translation_table"] = {torch.ops.aten.sort.stable: stable_sort}
     with _silence_exporters():
         program = torch.onnx.export(_program(model, images), dynamo=True, verbose=False, **names)
     assert program is not None
@@ -120,7 +169,11 @@ def _run_onnx(data: bytes) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # faults only
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+    def run(images: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(each) for each in session.run(None, {"images": images.numpy()})]
+
+    return run
 
 
 @contextmanager

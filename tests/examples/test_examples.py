@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from conftest import ALONE
+from calmatch.export import export
+from calmatch.model import load_model
+from conftest import ALONE, write_random_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -56,3 +62,57 @@ def test_the_tour_on_eurosat(tmp_path):
         pytest.skip("CALMATCH_DATA has no EuroSAT.zip")
     said = run_example("own_pictures.py", tmp_path / "tour", "--eurosat", archive, "--minutes", "3")
     assert float(said.rpartition("In truth ")[2].partition("%")[0]) < 30
+
+
+@pytest.fixture
+def exported(tmp_path) -> tuple[Path, list[Path]]:
+    """A model with random weights as ONNX, and photographs of odd sizes."""
+    pytest.importorskip("onnxruntime")
+    write_random_model(tmp_path, "tiny", 4, 32)
+    export(load_model(tmp_path), tmp_path / "model.onnx")
+    files = [tmp_path / f"{k}.jpg" for k in range(3)]
+    for k, file in enumerate(files):
+        draw = np.random.default_rng(k).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+        Image.fromarray(draw).resize((200 + 31 * k, 120)).save(file, quality=92)
+    return tmp_path, files
+
+
+def agree(folder: Path, files: list[Path], said: str) -> None:
+    model = load_model(folder)
+    for file, line in zip(files, said.splitlines(), strict=True):
+        answer, other = model.predict(file), json.loads(line)
+        assert other["label"] == answer.label
+        assert abs(other["confidence"] - answer.confidence) < 0.02
+        assert (other["set"], other["sure"]) == (list(answer.set), answer.sure)
+
+
+@pytest.mark.slow
+def test_the_plain_onnx_example_says_what_predict_says(exported):
+    folder, files = exported
+    agree(folder, files, run_example("onnx_plain.py", folder / "model.onnx", *files))
+
+
+@pytest.mark.slow
+def test_the_javascript_example_says_what_predict_says(exported, tmp_path):
+    folder, files = exported
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not here")
+    place = tmp_path / "web"
+    place.mkdir()
+    packages = [
+        "npm",
+        "install",
+        "--silent",
+        "--no-audit",
+        "--no-fund",
+        "onnxruntime-web",
+        "jpeg-js",
+    ]
+    if subprocess.run(packages, cwd=place, capture_output=True, timeout=300).returncode:
+        pytest.skip("npm has no packages here")
+    shutil.copy(EXAMPLES / "onnx_web.mjs", place)
+    (place / "classes.json").write_text(json.dumps(load_model(folder).classes))
+    command = ["node", "onnx_web.mjs", folder / "model.onnx", "classes.json", *files]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    agree(folder, files, done.stdout)

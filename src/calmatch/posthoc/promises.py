@@ -37,7 +37,7 @@ class Conformal(NamedTuple):
         if self.threshold is None:
             return torch.ones_like(probs, dtype=torch.bool)
         first = torch.arange(probs.shape[1], device=probs.device) == probs.argmax(1, keepdim=True)
-        own = _uniform_rows(len(probs), self.seed, 1).to(probs.device)
+        own = _uniform_rows(probs.shape[0], self.seed, 1).to(probs.device)
         return (scores(probs, self.score, self.penalty, self.free, own) <= self.threshold) | first
 
     def dump(self) -> dict[str, Any]:
