@@ -1,0 +1,154 @@
+"""The web server of `label` and `serve`: loopback, a token, nothing loaded from outside."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cache-control": "no-store",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",  # an address holds the token
+    "x-content-type-options": "nosniff",
+}
+
+
+class TooLarge(Exception):
+    """A request's body is over the limit."""
+
+
+class Guard:
+    """Refuses a request with a foreign Host or Origin, without the token, or with too large a body.
+
+    The token comes as `?token=`, as `Authorization: Bearer`, or in the cookie that the first answer
+    sets: a page's own requests need not repeat it. Without a token nothing is asked for.
+    """
+
+    def __init__(
+        self, app: Any, *, token: str | None, hosts: Sequence[str], port: int, limit: int
+    ) -> None:
+        self.app, self.token, self.limit = app, token, limit
+        self.hosts = {f"{host}:{port}".lower() for host in hosts}
+        self.cookie = f"calmatch-{port}"  # cookies know no ports
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.datastructures import MutableHeaders
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request, size, begun = Request(scope), 0, False
+
+        async def bounded() -> Any:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.limit:
+                raise TooLarge
+            return message
+
+        async def guarded(message: Any) -> None:
+            nonlocal begun
+            begun = True
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+                if self.token and "token" in request.query_params and message["status"] < 400:
+                    value = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                    headers.append("set-cookie", value)
+            await send(message)
+
+        status, why = self._refusal(request)
+        try:
+            if not status:
+                await self.app(scope, bounded, guarded)
+                return
+        except TooLarge:
+            status, why = 413, f"A request may hold {self.limit:,} bytes at most."
+            if begun:
+                raise
+        await PlainTextResponse(why, status)(scope, receive, guarded)
+
+    def _refusal(self, request: Any) -> tuple[int, str]:
+        headers = request.headers
+        if headers.get("host", "").lower() not in self.hosts:
+            return 400, "This address is not the server's own."
+        origin = headers.get("origin")
+        if origin is not None and origin.lower().partition("://")[2] not in self.hosts:
+            return 403, "Another site may not ask."
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self.limit:
+            return 413, f"A request may hold {self.limit:,} bytes at most."
+        if self.token is None:
+            return 0, ""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        offers = (
+            request.query_params.get("token", ""),
+            bearer if scheme.lower() == "bearer" else "",
+            request.cookies.get(self.cookie, ""),
+        )
+        if any(secrets.compare_digest(offer.encode(), self.token.encode()) for offer in offers):
+            return 0, ""
+        return 401, "The token is missing or wrong: open the address that calmatch printed."
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; another port where the wanted one is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for wanted in (port, 0):
+        place = socket.socket(family, socket.SOCK_STREAM)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            place.bind((host, wanted))
+        except OSError as error:
+            place.close()
+            if not wanted:
+                raise ValueError(f"Cannot listen on {host}: {error.strerror}.") from error
+            continue
+        return place
+    raise AssertionError
+
+
+def build_app(
+    routes: Sequence[Any],
+    place: socket.socket,
+    *,
+    token: str | None,
+    limit: int,
+    hosts: Sequence[str] = LOOPBACK,
+    lifespan: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
+) -> Starlette:
+    """Routes behind the guard, for the socket they will be served on."""
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+    except ImportError as error:
+        raise ValueError("This needs a web server: pip install 'calmatch[web]'.") from error
+    port = place.getsockname()[1]
+    guard = Middleware(Guard, token=token, hosts=hosts, port=port, limit=limit)
+    return Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)
+
+
+def run(app: Any, place: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; requests that have begun are answered first."""
+    import uvicorn
+
+    settings = uvicorn.Config(
+        app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10
+    )
+    uvicorn.Server(settings).run(sockets=[place])
