@@ -167,7 +167,7 @@ def refuse_foreign(folder: Path) -> None:
     """Refuse to make a run in a folder with files in it that calmatch did not write."""
     if not folder.is_dir():
         return
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if not path.match(".*.[0-9]*.part")}
     ours = bool(names & {".lock", "fit.json", "work"})
     if "config.json" in names and not ours:  # a suite writes it first
         with suppress(ValueError):

@@ -278,8 +278,14 @@ def load_selective(saved: Any) -> Selective:
 
 
 def _rule_fields(saved: Any, kind: type[Conformal] | type[Selective]) -> dict[str, Any]:
-    """The fields of a rule, 0 for what may be None; nothing if they are not the rule's."""
-    if not isinstance(saved, dict) or set(saved) != set(kind._fields):
+    """The fields of a rule, 0 for what may be None; nothing if they are not the rule's.
+
+    Those with a default may be missing: an older version knew fewer.
+    """
+    if not isinstance(saved, dict) or set(saved) - set(kind._fields):
+        return {}
+    saved = kind._field_defaults | saved
+    if set(saved) != set(kind._fields):
         return {}
     if not all(type(saved[key]) is bool for key in ("cross_fitted", "learned") if key in saved):
         return {}
