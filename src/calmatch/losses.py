@@ -1,7 +1,5 @@
 """How disagreement is punished: each loss maps a Term to a scalar, averaged over all its rows."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Every function on ranks is the identity on one device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What each command takes, as typed dataclasses that tyro turns into flags: no torch is loaded."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

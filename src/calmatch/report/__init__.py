@@ -1,7 +1,5 @@
 """The report page: one HTML file from run folders alone; it opens from disk and loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """A run's result in sentences and console tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
