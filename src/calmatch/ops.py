@@ -174,11 +174,6 @@ def join_ranks(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def is_first_rank() -> bool:
-    """Whether this process speaks for all, before, during and after a run."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def wait_for_ranks() -> None:
     """Wait until every rank is here."""
     if world_size() > 1:
