@@ -18,8 +18,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 from sklearn.datasets import load_sample_images
 
 from calmatch import augment
-from calmatch.augment import GREY
-from calmatch.augment.randaugment import RANGES
+from calmatch.augment import GREY, RANGES
 
 STRONG = "crop(4)|flip|randaugment(3)|cutout(0.5)"
 SIZE = 32

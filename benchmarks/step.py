@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from augment import pillow_operation
 from PIL import Image, ImageOps
 
-from augment import pillow_operation
-from calmatch.augment.randaugment import RANGES
+from calmatch.augment import RANGES
 from calmatch.core import Objective
 from calmatch.data.batches import Batches
 from calmatch.training import loop, recipes

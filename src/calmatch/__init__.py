@@ -79,7 +79,7 @@ def train_seeds(
         out: holds a folder per seed (`seed0`, ...); of a single seed it is the run folder itself.
         quiet: no progress bar and no lines.
     """
-    from calmatch import ops
+    from calmatch.console import is_first_rank
     from calmatch.report import build
     from calmatch.training.loop import train_together
 
@@ -88,7 +88,7 @@ def train_seeds(
     if out is not None and len(configs) > 1:
         outs = [Path(out) / f"seed{seed}" for seed in seeds]
     runs = train_together(configs, outs, quiet=quiet)
-    if ops.is_first_rank():
+    if is_first_rank():
         for run in runs:
             build([run], run.folder / "report.html")
     return runs

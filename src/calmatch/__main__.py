@@ -1,7 +1,5 @@
 """`python -m calmatch`, which is also what torchrun starts."""
 
-from __future__ import annotations
-
 import sys
 
 from calmatch.cli import main

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calmatch import spec
-from calmatch.console import message, run_guarded
+from calmatch.console import is_first_rank, message, run_guarded
 
 if TYPE_CHECKING:
     from calmatch import options as opts
@@ -89,14 +89,14 @@ def _fit(options: opts.FitOptions) -> None:
 def _train(words: list[str]) -> None:
     """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
     options = _train_options(words)
-    from calmatch import ops, train_seeds
+    from calmatch import train_seeds
     from calmatch.report.text import print_runs
 
     if options.together < 1:
         raise ValueError("--together must be at least 1.")
     seeds = range(options.run.seed, options.run.seed + options.together)
     runs = train_seeds(options.run, seeds, options.out, quiet=options.quiet)
-    if not options.quiet and ops.is_first_rank():
+    if not options.quiet and is_first_rank():
         print_runs(runs)
         for run in runs:
             print(f"Run folder: {run.folder}\nReport:     {run.folder / 'report.html'}")

@@ -1,7 +1,5 @@
 """The console: messages, the progress bar, and how a command ends: signals, mistakes, memory."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,7 +53,7 @@ def message(text: str, quiet: bool = False) -> None:
 
 def warn(text: str) -> None:
     """A line that is never left out: something was lost."""
-    if _is_first_rank():
+    if is_first_rank():
         console.print(visible(text), markup=False, soft_wrap=True)
 
 
@@ -68,8 +66,8 @@ def visible(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _is_first_rank() -> bool:
-    """As `ops.is_first_rank`, without torch: the command line answers at once."""
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks, before, during and after a run."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -90,17 +88,17 @@ class ProgressBar:
     def __init__(
         self, title: str, steps: int, start: int, quiet: bool, unit: str = "steps"
     ) -> None:
-        self.show = not quiet and console.is_terminal and _is_first_rank()
+        self.show = not quiet and console.is_terminal and is_first_rank()
         self.start = self.done = start
         self.began, self.unit = time.monotonic(), unit
         self.words: dict[str, str] = {}
-        before = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         rate, note = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[note]}")
-        columns = (*before, rate, TimeRemainingColumn(), note)
+        done = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (*done, rate, TimeRemainingColumn(), note)
         self.progress = Progress(*columns, console=console, disable=not self.show)
         self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         self.progress.start()
         return self
 
@@ -156,8 +154,9 @@ def run_guarded(act: Callable[[], int], command: str = "") -> int:
 
 def _sentence(error: Exception, command: str) -> str | None:
     """What to say of an error that is not a fault of ours."""
-    if advice := memory_advice(error, command):
-        return advice
+    if is_out_of_memory(error):
+        settings = MEMORY_SETTINGS.get(command, TRAINING_SETTINGS)
+        return f"There is not enough memory on the device; lower {settings}."
     if isinstance(error, OSError) and error.errno in OUTSIDE_ERRORS:
         place = f" ({error.filename})" if error.filename else ""
         whole = "What was written before is whole; the same command continues."
@@ -167,13 +166,6 @@ def _sentence(error: Exception, command: str) -> str | None:
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     ours = isinstance(error, ValueError) and raised_in.is_relative_to(Path(__file__).parent)
     return str(error) if ours or hasattr(error, "exit_code") else None
-
-
-def memory_advice(error: Exception, command: str) -> str | None:
-    """The sentence for an error that means too little memory; None for any other."""
-    settings = MEMORY_SETTINGS.get(command, TRAINING_SETTINGS)
-    advice = f"There is not enough memory on the device; lower {settings}."
-    return advice if is_out_of_memory(error) else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

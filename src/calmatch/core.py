@@ -3,8 +3,6 @@
 The network owns parameters, the method owns memory, the batch owns chance and time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """A model as one ONNX or PT2 file: bytes of any size in, probabilities, sets and sure out."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

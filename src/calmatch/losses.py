@@ -1,7 +1,5 @@
 """How disagreement is punished: each loss maps a Term to a scalar, averaged over all its rows."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -22,10 +20,8 @@ def cross_entropy(term: Term) -> Tensor:
 
 
 def _cross_entropy(term: Term) -> Tensor:
-    logp = term.logits.log_softmax(-1)
-    if term.target.ndim == 1:
-        return -logp.gather(-1, term.target[:, None])[:, 0]
-    return -(term.target * logp).sum(-1)
+    each = ops.hard_loss if term.target.ndim == 1 else ops.soft_loss
+    return each(term.logits, term.target)
 
 
 def mse(term: Term) -> Tensor:
@@ -99,17 +95,13 @@ def margin(
     share = share.clamp_min(0) * _inside(term, where)
     top = term.logits.gather(-1, term.logits.argmax(-1, keepdim=True))  # first one on ties
     beyond = (top - term.logits - m).relu().mean(-1)
-    # summed over ranks, so that the mean is over the whole batch's selected rows
-    selected = ops.average(share.sum())
-    floor = torch.finfo(share.dtype).tiny
-    value = weight * (share * beyond).sum() / selected.clamp_min(floor)
-    return value * _overconfident(term) if gate else value
-
-
-def _overconfident(term: Term) -> Tensor:
-    """1 if the trusted rows are more confident on average than they agree with their targets."""
+    # averaged over ranks, so that the mean is over the whole batch's selected rows
+    selected = ops.average(share.sum()).clamp_min(torch.finfo(share.dtype).tiny)
+    value = weight * (share * beyond).sum() / selected
+    if not gate:
+        return value
     ahead = term.logits.detach().softmax(-1).amax(-1) - _inside(term, "agree")
-    return (ops.average((term.weight.detach() * ahead).sum()) > 0).to(term.logits.dtype)
+    return value * (ops.average((term.weight.detach() * ahead).sum()) > 0)
 
 
 def cap_margin(cap: float, classes: int) -> float:
@@ -145,11 +137,9 @@ def labels_margin(labelled: int, classes: int) -> float:
 def margins(loss: Loss, classes: int) -> list[float]:
     """The margins in a loss that `build` made."""
     parts = getattr(loss, "parts", {"": loss}).values()
-    settings = [part.keywords for part in parts if getattr(part, "func", None) is margin]
-    return [
-        cap_margin(own["cap"], classes) if own.get("cap") is not None else own.get("m", 10.0)
-        for own in settings
-    ]
+    own = [part.keywords for part in parts if getattr(part, "func", None) is margin]
+    caps = [(each.get("cap"), each.get("m", 10.0)) for each in own]
+    return [m if cap is None else cap_margin(cap, classes) for cap, m in caps]
 
 
 LOSSES: Mapping[str, Callable[..., Tensor]] = {

@@ -3,8 +3,6 @@
 Inputs are probabilities [N, C] and class ids [N], tensors or arrays, on any device. Values are
 fractions. Nothing here loops over samples, bins or classes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from calmatch import augment, files, nets, ops, posthoc, spec
 from calmatch.core import Method, Task
-from calmatch.nets.fused import fuse
+from calmatch.nets import fuse
 from calmatch.posthoc import Conformal, Scaling, Selective
 
 FORMAT = 2

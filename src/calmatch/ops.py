@@ -3,8 +3,6 @@
 Every function on ranks is the identity on one device.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
@@ -174,11 +172,6 @@ def join_ranks(device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for all, before, during and after a run."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def wait_for_ranks() -> None:

@@ -1,7 +1,5 @@
 """What each command takes, as typed dataclasses that tyro turns into flags: no torch is loaded."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,60 +12,52 @@ import tyro
 class DemoOptions:
     """Five runs on scikit-learn's digits with 40 labels."""
 
+    # Where the run folders and the page go; finished runs there are not repeated.
     out: Path = Path("demo")
-    """Where the run folders and the page go; finished runs there are not repeated."""
-    quiet: bool = False
-    """No progress bars."""
+    quiet: bool = False  # No progress bars.
 
 
 @dataclass(frozen=True)
 class FitOptions:
     """A classifier of own pictures, with confidence that can be believed; no option is needed."""
 
+    # Class folders (unlabelled/ holds the rest), or with --labels any folder of pictures.
     pictures: tyro.conf.Positional[Path]
-    """Class folders (unlabelled/ holds the rest), or with --labels any folder of pictures."""
+    # A CSV with the header file,label, or what Label Studio, COCO or imagefolder write.
     labels: Path | None = None
-    """A CSV with the header file,label, or what Label Studio, COCO or imagefolder write."""
+    # The run folder; the same line again continues it. By default fit-PICTURES.
     out: Path | None = None
-    """The run folder; the same line again continues it. By default fit-PICTURES."""
+    # About how long it may take; decides views and image size, or steps, by measuring.
     minutes: float = 10.0
-    """About how long it may take; decides views and image size, or steps, by measuring."""
+    # A model to start from, made by fit or train, with new labels or pictures.
     start: Annotated[Path | None, tyro.conf.arg(name="from")] = None
-    """A model to start from, made by fit or train, with new labels or pictures."""
+    # Who teaches whom: a name of `calmatch methods`; unset: the best of several, by the labels.
     method: str | None = None
-    """Who teaches whom: a name of `calmatch methods`; unset: the best of several, by the labels."""
+    # Keeps confidence in bounds while a method learns; unset: margin(cap=0.98); "": nothing.
     penalty: str | None = None
-    """Keeps confidence in bounds while a method learns; unset: margin(cap=0.98); "": nothing."""
+    # The network: a name of `calmatch nets`; unset: a pretrained one if it can be had.
     net: str | None = None
-    """The network: a name of `calmatch nets`; unset: a pretrained one if it can be had."""
+    # Only the last layer learns: the default where the network is pretrained.
     frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only the last layer learns: the default where the network is pretrained."""
+    # All layers learn: the default with --from, or where nothing is pretrained.
     no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """All layers learn: the default with --from, or where nothing is pretrained."""
+    # Test-time augmentation: views whose mean a frozen network predicts; unset: as time allows.
     tta: int | None = None
-    """Test-time augmentation: views whose mean a frozen network predicts; unset: as time allows."""
+    # Pixels of a side; unset: the pretrained network's own, or from the pictures.
     size: int | None = None
-    """Pixels of a side; unset: the pretrained network's own, or from the pictures."""
+    # Training steps instead of --minutes, where a method or the whole network learns.
     steps: int | None = None
-    """Training steps instead of --minutes, where a method or the whole network learns."""
+    # Share of the labels to hold out and evaluate on; unset: cross-validation of few.
     hold: float | None = None
-    """Share of the labels to hold out and evaluate on; unset: cross-validation of few."""
-    weak: str | None = None
-    """The weak view: transforms joined by |; unset: mirrored and shifted."""
-    strong: str | None = None
-    """The strong view; unset: RandAugment and cutout too."""
-    batch: int | None = None
-    """Labelled pictures a step."""
-    seed: int = 0
-    """Of everything random."""
-    strict: bool = False
-    """A file that cannot be decoded is an error instead of being skipped."""
-    device: str = "auto"
-    """cuda, mps, cpu, or auto."""
+    weak: str | None = None  # The weak view: transforms joined by |; unset: mirrored and shifted.
+    strong: str | None = None  # The strong view; unset: RandAugment and cutout too.
+    batch: int | None = None  # Labelled pictures a step.
+    seed: int = 0  # Of everything random.
+    strict: bool = False  # A file that cannot be decoded is an error instead of being skipped.
+    device: str = "auto"  # cuda, mps, cpu, or auto.
+    # Import code that the model of --from, or the folder that is continued, names.
     trust: bool = False
-    """Import code that the model of --from, or the folder that is continued, names."""
-    quiet: bool = False
-    """No progress and no words."""
+    quiet: bool = False  # No progress and no words.
 
     @property
     def freeze(self) -> bool | None:
@@ -87,10 +77,8 @@ class EvaluateOptions:
     """Measure a run folder, or predictions in a .npz (`probs`, `labels`) or .csv (`label`, ...)."""
 
     path: tyro.conf.Positional[Path]
-    resamples: int = 500
-    """Bootstrap resamples for the 95 % intervals; 0: none."""
-    json: bool = False
-    """Print JSON instead of a table."""
+    resamples: int = 500  # Bootstrap resamples for the 95 % intervals; 0: none.
+    json: bool = False  # Print JSON instead of a table.
 
 
 @dataclass
@@ -98,12 +86,10 @@ class CheckOptions:
     """Counts, undecodable files, duplicates between training and test, and the split."""
 
     name: tyro.conf.Positional[str]
+    # How many labels the split should have; 0: four a class, or as the dataset says.
     labels: int = 0
-    """How many labels the split should have; 0: four a class, or as the dataset says."""
-    split_seed: int = 0
-    """Chooses which pictures are labelled."""
-    data_root: Path | None = None
-    """Where datasets are; also CALMATCH_DATA."""
+    split_seed: int = 0  # Chooses which pictures are labelled.
+    data_root: Path | None = None  # Where datasets are; also CALMATCH_DATA.
 
 
 @dataclass
@@ -111,88 +97,72 @@ class ReportOptions:
     """Make one page from run folders."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
+    # The page; by default report.html in the run folder, of several runs in the folder above.
     out: Path | None = None
-    """The page; by default report.html in the run folder, of several runs in the folder above."""
+    # Also write each run's log as TensorBoard event files, in its folder tensorboard/.
     tensorboard: bool = False
-    """Also write each run's log as TensorBoard event files, in its folder tensorboard/."""
 
 
 @dataclass
 class ReplayOptions:
     """Train a run's config again and compare the numbers; the run folder is only read."""
 
+    # A run folder; RUN/fault repeats the step whose numbers were not finite.
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """A run folder; RUN/fault repeats the step whose numbers were not finite."""
+    # Only the first steps; by default all, of an unfinished run as many as it has logged.
     steps: int | None = None
-    """Only the first steps; by default all, of an unfinished run as many as it has logged."""
+    # The largest difference that counts as the same; further away is exit code 1.
     tolerance: float = 1e-3
-    """The largest difference that counts as the same; further away is exit code 1."""
-    device: str | None = None
-    """Another device than the run's config names, cpu for example."""
-    data_root: Path | None = None
-    """Where datasets are; also CALMATCH_DATA."""
-    trust: bool = False
-    """Import code that the config names."""
-    quiet: bool = False
-    """No progress bar; only the verdict."""
+    device: str | None = None  # Another device than the run's config names, cpu for example.
+    data_root: Path | None = None  # Where datasets are; also CALMATCH_DATA.
+    trust: bool = False  # Import code that the config names.
+    quiet: bool = False  # No progress bar; only the verdict.
 
 
 @dataclass
 class PredictOptions:
     """Answers for pictures: a table with the columns file, label, confidence, set, sure."""
 
+    # A run folder, or hf://USER/NAME on the Hugging Face Hub.
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """A run folder, or hf://USER/NAME on the Hugging Face Hub."""
+    # A folder (and those in it), a .zip, or one picture.
     pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
-    """A folder (and those in it), a .zip, or one picture."""
+    # A .csv or .parquet file.
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
-    """A .csv or .parquet file."""
+    # Another program's file instead: Label Studio or FiftyOne (.json), Camtrap DP (.csv).
     format: Literal["label-studio", "fiftyone", "camera-trap"] | None = None
-    """Another program's file instead: Label Studio or FiftyOne (.json), Camtrap DP (.csv)."""
+    # Stop at a file that cannot be decoded; by default such files are listed and skipped.
     strict: bool = False
-    """Stop at a file that cannot be decoded; by default such files are listed and skipped."""
-    batch: int = 0
-    """Pictures computed together; 0: as many as suit the device."""
-    workers: int = 0
-    """Threads that decode pictures, and on a CPU compute; 0: one for each core."""
-    device: str = "auto"
-    """auto, cpu, cuda or mps."""
+    batch: int = 0  # Pictures computed together; 0: as many as suit the device.
+    workers: int = 0  # Threads that decode pictures, and on a CPU compute; 0: one for each core.
+    device: str = "auto"  # auto, cpu, cuda or mps.
+    # ray spreads the work over a cluster whose nodes all see the pictures.
     engine: Literal["local", "ray"] = "local"
-    """ray spreads the work over a cluster whose nodes all see the pictures."""
-    address: str | None = None
-    """The Ray cluster; by default the one running here, or a new one."""
-    trust: bool = False
-    """Import code that the model names."""
-    quiet: bool = False
-    """No progress bar and no lines."""
+    address: str | None = None  # The Ray cluster; by default the one running here, or a new one.
+    trust: bool = False  # Import code that the model names.
+    quiet: bool = False  # No progress bar and no lines.
 
 
 @dataclass
 class ExportOptions:
     """A model as one file for other programs: bytes in, calibrated probabilities out."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """A run folder."""
-    to: Literal["onnx", "pt2"] = "onnx"
-    """onnx runs anywhere; pt2 is torch.export's own."""
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # A run folder.
+    to: Literal["onnx", "pt2"] = "onnx"  # onnx runs anywhere; pt2 is torch.export's own.
+    # The file; by default model.onnx or model.pt2 in the run folder.
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """The file; by default model.onnx or model.pt2 in the run folder."""
-    trust: bool = False
-    """Import code that the model names."""
-    quiet: bool = False
-    """No lines."""
+    trust: bool = False  # Import code that the model names.
+    quiet: bool = False  # No lines.
 
 
 @dataclass
 class PushOptions:
     """Weights, a card and a figure, made from the run; `hf auth login` first, or set HF_TOKEN."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """A run folder."""
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # A run folder.
+    # The repository; it is made if it is not there.
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="USER/NAME")]
-    """The repository; it is made if it is not there."""
-    private: bool = False
-    """A new repository is private."""
+    private: bool = False  # A new repository is private.
 
 
 @dataclass
@@ -200,36 +170,29 @@ class BenchOptions:
     """Every run of a suite; the same line again goes on where it was. No SUITE: a list of them."""
 
     suite: tyro.conf.Positional[str]
-    out: Path = Path("runs")
-    """Where the run folders, the table and the figures go."""
-    seeds: tuple[int, ...] = ()
-    """Which seeds; by default the suite's own, 0 1 2."""
+    out: Path = Path("runs")  # Where the run folders, the table and the figures go.
+    seeds: tuple[int, ...] = ()  # Which seeds; by default the suite's own, 0 1 2.
+    # Where runs happen: on this machine's devices, or on a Ray cluster.
     engine: Literal["local", "ray"] = "local"
-    """Where runs happen: on this machine's devices, or on a Ray cluster."""
-    address: str | None = None
-    """The Ray cluster's address; by default Ray starts on this machine."""
-    jobs: int = 0
-    """Runs at once on a device (GPU, or CPU); 0: three seeds a GPU, one a core."""
+    address: str | None = None  # The Ray cluster's address; by default Ray starts on this machine.
+    jobs: int = 0  # Runs at once on a device (GPU, or CPU); 0: three seeds a GPU, one a core.
+    # Stop after so long, by checkpoint; a run that would not be done by then is not begun.
     minutes: float = math.inf
-    """Stop after so long, by checkpoint; a run that would not be done by then is not begun."""
+    # Only runs with this text, or one of several with commas between, in row, column or folder.
     only: str = ""
-    """Only runs with this text, or one of several with commas between, in row, column or folder."""
-    dry_run: bool = False
-    """Print the runs, how they stand and how long they will take; run none."""
+    dry_run: bool = False  # Print the runs, how they stand and how long they will take; run none.
+    # Do only the run with this number of --dry-run, for array jobs: its exit code is ours.
     index: int | None = None
-    """Do only the run with this number of --dry-run, for array jobs: its exit code is ours."""
-    data_root: Path | None = None
-    """Where datasets are; also CALMATCH_DATA."""
+    data_root: Path | None = None  # Where datasets are; also CALMATCH_DATA.
+    # Fewer steps than published, to try a suite out; choose another --out for that.
     steps: int | None = None
-    """Fewer steps than published, to try a suite out; choose another --out for that."""
+    # Which weights count in every run; paper: the best on the TEST set.
     protocol: Literal["held-out", "paper"] | None = None
-    """Which weights count in every run; paper: the best on the TEST set."""
+    # Another network in every run, a name of `calmatch nets` with arguments if wanted.
     net: str | None = None
-    """Another network in every run, a name of `calmatch nets` with arguments if wanted."""
+    # A file that pretrained networks start from, instead of the published weights.
     weights: Path | None = None
-    """A file that pretrained networks start from, instead of the published weights."""
-    quiet: bool = False
-    """No live table and no lines but the summary."""
+    quiet: bool = False  # No live table and no lines but the summary.
 
 
 @dataclass
@@ -237,14 +200,13 @@ class TableOptions:
     """Tables of run folders: means over seeds, both protocols, ranks, paired differences."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
+    # The format; by default what the file's name ends in, else Markdown.
     to: Literal["md", "latex", "csv", "html"] | None = None
-    """The format; by default what the file's name ends in, else Markdown."""
+    # A file instead of the console.
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """A file instead of the console."""
-    suite: str | None = None
-    """Only the cells of this suite, in its order."""
+    suite: str | None = None  # Only the cells of this suite, in its order.
+    # The paper's numbers beside ours, doubtful ones marked with the reason.
     published: bool = False
-    """The paper's numbers beside ours, doubtful ones marked with the reason."""
 
 
 @dataclass
@@ -252,16 +214,13 @@ class FigureOptions:
     """A figure of the paper from run folders."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
+    # An .svg, .pdf or .png; by default NAME.svg here.
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
-    """An .svg, .pdf or .png; by default NAME.svg here."""
-    suite: str | None = None
-    """Only the cells of this suite, in its order."""
-    column: str | None = None
-    """Only this column (`eurosat_40`); most figures are made for one."""
-    target: int = 5
-    """The class whose logits are shown (figure logits)."""
+    suite: str | None = None  # Only the cells of this suite, in its order.
+    column: str | None = None  # Only this column (`eurosat_40`); most figures are made for one.
+    target: int = 5  # The class whose logits are shown (figure logits).
+    # Draw the paper's own numbers (figures ranks, critical and radar); needs no runs.
     published: bool = False
-    """Draw the paper's own numbers (figures ranks, critical and radar); needs no runs."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """A finished run read back from its folder: config, result, predictions, log, example images."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import hashlib
@@ -13,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -56,7 +54,7 @@ class BestOnTest(NamedTuple):
     adaptive_ece: float | None = None
 
     @classmethod
-    def of(cls, lines: Iterable[Mapping[str, Any]]) -> BestOnTest:
+    def of(cls, lines: Iterable[Mapping[str, Any]]) -> Self:
         """From the lines of a log."""
         tested = [line for line in lines if line["kind"] == "test"]
         best = min(tested, key=lambda line: line["error"])
@@ -127,10 +125,8 @@ def _typed(value: Any, hint: Any) -> Any:
     if origin is types.UnionType or origin is typing.Union:
         return None if value is None else _typed(value, parts[0])
     if hasattr(hint, "_fields"):
-        kinds = _field_types(hint).items()
-        absent = hint._field_defaults
-        given = {name: kind for name, kind in kinds if name in value or name not in absent}
-        return hint(**{name: _typed(value[name], kind) for name, kind in given.items()})
+        kinds = {k: v for k, v in _field_types(hint).items() if k in value}  # or its default
+        return hint(**{name: _typed(value[name], kind) for name, kind in kinds.items()})
     fits = {
         float: type(value) in (int, float) and not _is_huge(value),
         int: type(value) is int and 0 <= value < 1 << 62,
@@ -249,11 +245,9 @@ def read_predictions(path: Path, classes: int) -> dict[str, NDArray[Any]]:
 
 def _is_array(array: NDArray[Any], kinds: str, *shape: int | None) -> bool:
     """Whether an array from a file is of one of numpy's kinds and has this shape; None: any."""
-    return (
-        array.dtype.kind in kinds
-        and array.ndim == len(shape)
-        and all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
-    )
+    if array.dtype.kind not in kinds or array.ndim != len(shape):
+        return False
+    return all(want in (None, have) for have, want in zip(array.shape, shape, strict=True))
 
 
 def probabilities(log_probs: Tensor) -> Tensor:
@@ -338,11 +332,8 @@ def write_examples(
 ) -> None:
     """Choose images worth looking at and keep their thumbnails in the run folder.
 
-    Args:
-        folder: the run folder.
-        evaluated: images whose truth is known, in the order of predictions.npz.
-        labels: [N] their class ids.
-        unlabelled: images without a label, or a sample of them.
+    `evaluated` are in the order of predictions.npz, `labels` [N] their class ids; `unlabelled` may
+    be a sample.
     """
     rows = choose_examples(evaluated.log_probs, labels)
     arrays: dict[str, Any] = {"rows": rows.numpy(), "pictures": _thumbnails(evaluated.take, rows)}
@@ -373,12 +364,11 @@ def load_examples(folder: Path) -> Examples | None:
     }
     if not _are_examples(arrays):
         raise ValueError(f"{path} does not hold pictures with their rows; remove it.")
-    rows, asked_rows = (arrays[name].tolist() for name in ("rows", "asked_rows"))
     names = ("pictures", "asked_pictures", "asked_log_probs")
     images, asked_images, log_probs = (torch.from_numpy(arrays[name]) for name in names)
     asked_files = [str(file) for file in arrays.get("asked_files", ())]
-    asked = (asked_rows, asked_images, log_probs, asked_files)
-    return Examples(rows, images, *asked, *arrays["asked_of"].tolist())
+    asked = (arrays["asked_rows"].tolist(), asked_images, log_probs, asked_files)
+    return Examples(arrays["rows"].tolist(), images, *asked, *arrays["asked_of"].tolist())
 
 
 def _are_examples(arrays: Mapping[str, Any]) -> bool:

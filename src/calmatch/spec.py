@@ -1,7 +1,5 @@
 """Spec strings: `name(literal, key=literal)`, chained by `|` or added by `+`; never evaluated."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

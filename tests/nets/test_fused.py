@@ -8,7 +8,7 @@ from torch import nn
 
 from calmatch import nets
 from calmatch.core import Output
-from calmatch.nets.fused import FusedConv2d, fuse
+from calmatch.nets import FusedConv2d, fuse
 
 
 def built(name: str, size: int) -> nn.Module:

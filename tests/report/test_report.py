@@ -293,12 +293,12 @@ def test_the_verdict_follows_the_direction_of_the_error(tmp_path):
     sure = folders.made(tmp_path / "run")
     preds = make_predictions(*sure.predictions())
     measured, chance = report.headline_numbers(sure, preds), summary.ece_by_chance(preds)
-    assert short_verdict(measured, chance) == "too sure"
+    assert short_verdict(measured | {"chance": chance}) == "too sure"
     flat = make_predictions(0.2 * preds.log_probs, preds.labels)
     unmeasured = sure._replace(result=dataclasses.replace(sure.result, metrics={}))
     measured = report.headline_numbers(unmeasured, flat)
-    assert short_verdict(measured, summary.ece_by_chance(flat)) == "not sure enough"
-    assert short_verdict(measured | {"ece": {"value": 0.0}}, chance) == "no fault shown"
+    assert short_verdict(measured | {"chance": summary.ece_by_chance(flat)}) == "not sure enough"
+    assert short_verdict(measured | {"ece": {"value": 0.0}, "chance": chance}) == "no fault shown"
 
 
 def test_event_files_hold_the_log(runs):

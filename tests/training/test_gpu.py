@@ -7,11 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_augment import BATCH, PHOTOS, assert_pillows, pillow
 from test_nonfinite import LR, steep
 
 from calmatch import augment, console, train
-from calmatch.augment import randaugment
 from calmatch.fit import fit
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.options import FitOptions
@@ -21,6 +19,7 @@ from calmatch.training.setup import build_parts, deterministic
 from calmatch.training.step import make_training, new_training, predict
 from conftest import ALL_METHODS
 from pictures import blobs
+from test_augment import BATCH, PHOTOS, assert_pillows, pillow
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,11 +28,12 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", randaugment.NAMES)
+@pytest.mark.parametrize("name", augment.RANDAUGMENT)
 def test_operations_on_the_gpu_are_pillows(name, compiled):
-    low, high = randaugment.RANGES[name]
-    op = torch.full((len(BATCH),), randaugment.NAMES.index(name), device="cuda")
-    apply = torch.compile(randaugment.apply, fullgraph=True) if compiled else randaugment.apply
+    low, high = augment.RANGES[name]
+    op = torch.full((len(BATCH),), augment.RANDAUGMENT.index(name), device="cuda")
+    apply = augment.apply_operations
+    apply = torch.compile(apply, fullgraph=True) if compiled else apply
     for share in (0.0, 0.37, 0.71, 0.999):
         values = torch.full((len(BATCH),), low + (high - low) * share, device="cuda")
         ours = apply(BATCH.cuda(), op, values).cpu()

@@ -170,8 +170,8 @@ def test_out_of_memory_names_the_settings_to_lower(tmp_path, capsys):
     ],
 )
 def test_only_errors_of_memory_are_told_as_such(error, full):
-    assert bool(console.memory_advice(error, "predict")) == full
-    assert not full or "--batch" in console.memory_advice(error, "predict")
+    assert console.is_out_of_memory(error) == full
+    assert not full or "--batch" in console._sentence(error, "predict")
 
 
 class Branch:

@@ -1,7 +1,5 @@
 """Images: datasets, splits, and batches that are pure functions of (seed, step)."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

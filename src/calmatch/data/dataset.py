@@ -1,7 +1,5 @@
 """Datasets by name: the field's official files, class folders, archives; and a check of one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

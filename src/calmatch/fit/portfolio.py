@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from calmatch import augment, console, nets, ops
 from calmatch.data import images as stored
 from calmatch.data.images import Images, compute_ordered
-from calmatch.nets.fused import fuse
+from calmatch.nets import fuse
 from calmatch.posthoc.few import (
     Estimate,
     FewLabelTemperature,

@@ -1,7 +1,5 @@
 """Who teaches whom: one file per method, one line here."""
 
-from __future__ import annotations
-
 import inspect
 
 from calmatch import spec

@@ -1,7 +1,5 @@
 """AdaMatch, Berthelot et al. 2022, https://arxiv.org/abs/2106.04732"""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """BaM, Loh et al. 2023, https://arxiv.org/abs/2210.04783"""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

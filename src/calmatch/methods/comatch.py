@@ -1,7 +1,5 @@
 """CoMatch, Li et al. 2021, https://arxiv.org/abs/2011.11183"""
 
-from __future__ import annotations
-
 import math
 
 import torch

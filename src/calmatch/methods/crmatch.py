@@ -1,7 +1,5 @@
 """CRMatch, Fan et al. 2023, https://arxiv.org/abs/2112.05825"""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

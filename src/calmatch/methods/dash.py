@@ -1,7 +1,5 @@
 """Dash, Xu et al. 2021, https://proceedings.mlr.press/v139/xu21e.html"""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

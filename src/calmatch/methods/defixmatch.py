@@ -1,7 +1,5 @@
 """DeFixMatch, Schmutz et al. 2023, https://arxiv.org/abs/2203.07512"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """FixMatch, Sohn et al. 2020, https://arxiv.org/abs/2001.07685"""
 
-from __future__ import annotations
-
 import torch
 from torch import Generator, Tensor, nn
 

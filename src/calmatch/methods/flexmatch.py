@@ -1,7 +1,5 @@
 """FlexMatch, Zhang et al. 2021, https://arxiv.org/abs/2110.08263"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Mean Teacher, Tarvainen and Valpola 2017, https://arxiv.org/abs/1703.01780"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

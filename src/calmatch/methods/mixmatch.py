@@ -1,7 +1,5 @@
 """MixMatch, Berthelot et al. 2019, https://arxiv.org/abs/1905.02249"""
 
-from __future__ import annotations
-
 import torch
 from torch import Generator, Tensor, nn
 

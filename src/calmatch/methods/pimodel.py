@@ -1,7 +1,5 @@
 """Pi-model, Laine and Aila 2017, https://arxiv.org/abs/1610.02242"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Pseudo-label, Lee 2013, the ICML workshop on challenges in representation learning"""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """ReFixMatch, Nguyen and Yang 2023, https://arxiv.org/abs/2308.00301"""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

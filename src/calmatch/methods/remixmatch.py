@@ -1,7 +1,5 @@
 """ReMixMatch, Berthelot et al. 2020, https://arxiv.org/abs/1911.09785"""
 
-from __future__ import annotations
-
 import torch
 from torch import Generator, Tensor, nn
 

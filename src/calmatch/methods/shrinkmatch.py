@@ -1,7 +1,5 @@
 """ShrinkMatch, Yang et al. 2023, https://arxiv.org/abs/2308.06777"""
 
-from __future__ import annotations
-
 import math
 
 import torch

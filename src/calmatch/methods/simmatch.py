@@ -1,7 +1,5 @@
 """SimMatch, Zheng et al. 2022, https://arxiv.org/abs/2203.06915"""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

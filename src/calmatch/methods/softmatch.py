@@ -1,7 +1,5 @@
 """SoftMatch, Chen et al. 2023, https://arxiv.org/abs/2301.10921"""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

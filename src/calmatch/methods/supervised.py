@@ -1,7 +1,5 @@
 """Supervised: cross-entropy on the labelled pictures alone, the baseline of every comparison."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """UDA, Xie et al. 2020, https://arxiv.org/abs/1904.12848"""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """VAT, Miyato et al. 2018, https://arxiv.org/abs/1704.03976"""
 
-from __future__ import annotations
-
 import torch
 from torch import Generator, Tensor, nn
 

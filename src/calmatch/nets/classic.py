@@ -3,10 +3,9 @@
 And what `fit` learns on. timm takes seconds to import.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,34 +49,21 @@ class WideBlock(nn.Module):
         return shortcut + out
 
 
-class WideGroup(nn.Module):
-    """Blocks of one width."""
-
-    def __init__(self, blocks: int, inside: int, outside: int, stride: int, activate: bool) -> None:
-        super().__init__()
-        first = WideBlock(inside, outside, stride, activate)
-        rest = [WideBlock(outside, outside, 1, activate) for _ in range(blocks - 1)]
-        self.layer = nn.Sequential(first, *rest)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
-
-
 class WideResNet(nn.Module):
     """Three (or, for larger images, four) groups of residual blocks and a linear classifier."""
 
     def __init__(self, classes: int, *, depth: int = 28, widen: int = 2, groups: int = 3) -> None:
         super().__init__()
-        blocks, rest = divmod(depth - 1 - groups, 2 * groups)
-        if rest or blocks < 1:
+        blocks, odd = divmod(depth - 1 - groups, 2 * groups)
+        if odd or blocks < 1:
             raise ValueError(f"A WideResNet of {groups} groups cannot have depth {depth}.")
         widths = [16] + [16 * widen * 2**k for k in range(groups)]
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=True)
         for k in range(groups):
-            stride = 1 if k == 0 else 2
-            group = WideGroup(blocks, widths[k], widths[k + 1], stride, activate=k == 0)
-            self.add_module(f"block{k + 1}", group)
+            first = WideBlock(widths[k], widths[k + 1], 1 if k == 0 else 2, k == 0)
+            rest = [WideBlock(widths[k + 1], widths[k + 1], 1, k == 0) for _ in range(blocks - 1)]
+            group = {"layer": nn.Sequential(first, *rest)}  # a name the reference's weights have
+            self.add_module(f"block{k + 1}", nn.Sequential(OrderedDict(group)))
         self.bn1 = nn.BatchNorm2d(widths[-1], momentum=MOMENTUM, eps=1e-3)
         self.classifier = nn.Linear(widths[-1], classes)
         self.groups = groups
@@ -108,6 +94,21 @@ def wrn_28_8(classes: int) -> WideResNet:
 def wrn_37_2(classes: int) -> WideResNet:
     """WRN-37-2 with four groups: the classic network for STL-10's 96 px."""
     return WideResNet(classes, depth=37, widen=2, groups=4)
+
+
+class Modelled(nn.Module):
+    """A model with timm's methods, which returns logits and the features before its classifier."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        for place, layer in list(model.named_modules()):
+            if TrimmedConv2d.fits(layer):
+                model.set_submodule(place, TrimmedConv2d(layer))
+
+    def forward(self, images: Tensor) -> Output:
+        features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
+        return Output(self.model.get_classifier()(features), features)
 
 
 def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Modelled:
@@ -145,21 +146,6 @@ def _lite(number: int, classes: int, pretrained: bool) -> Modelled:
     state = {key: tensor for (key, own), tensor in pairs if own.shape == tensor.shape}
     load_state(net.model, state, name)
     return net
-
-
-class Modelled(nn.Module):
-    """A model with timm's methods, which returns logits and the features before its classifier."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        for place, layer in list(model.named_modules()):
-            if TrimmedConv2d.fits(layer):
-                model.set_submodule(place, TrimmedConv2d(layer))
-
-    def forward(self, images: Tensor) -> Output:
-        features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
-        return Output(self.model.get_classifier()(features), features)
 
 
 LITE_STAGES = (  # repeats, kernel, stride and channels of each
@@ -328,17 +314,12 @@ class Small(Layered):
     """Three convolutions with BatchNorm, global pooling, one linear layer."""
 
     def __init__(self, classes: int, *, width: int = 32) -> None:
-        first = _conv_block(3, width, pool=True)
-        second = _conv_block(width, 2 * width, pool=True)
-        third = _conv_block(2 * width, 4 * width, pool=False)
-        pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
-        super().__init__(classes, 4 * width, first, second, third, *pool)
-
-
-def _conv_block(inside: int, outside: int, pool: bool) -> nn.Sequential:
-    conv = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
-    layers = [conv, nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
-    return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+        blocks: list[nn.Module] = []
+        for inside, outside in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
+            conv = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+            block = [conv, nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+            blocks.append(nn.Sequential(*block, *([nn.MaxPool2d(2)] if len(blocks) < 2 else [])))
+        super().__init__(classes, 4 * width, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 class Embedded(nn.Module):
@@ -360,14 +341,9 @@ class Embedded(nn.Module):
         self.body = nets.build(on, classes, size)
         last, stages = nets.pooled_widths(self.body, size)
         joined = last + stages
-        for name, shape in (
-            ("stage_mean", (stages,)),
-            ("stage_scale", (stages,)),
-            ("stage_weight", ()),
-            ("mean", (joined,)),
-            ("axes", (joined, width)),
-            ("scale", (width,)),
-        ):
+        shapes = {"stage_mean": [stages], "stage_scale": [stages], "stage_weight": []}
+        shapes |= {"mean": [joined], "axes": [joined, width], "scale": [width]}
+        for name, shape in shapes.items():
             self.register_buffer(name, torch.ones(shape))
         self.head = nn.Linear(width, classes)
 

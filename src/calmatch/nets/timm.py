@@ -1,7 +1,5 @@
 """Networks by timm, which takes seconds to import: any by name, and the field's transformers."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The report page: one HTML file from run folders alone; it opens from disk and loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib
@@ -17,19 +15,11 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
-from calmatch import files, metrics
+from calmatch import files, metrics, runs
 from calmatch.model import read_calibration
 from calmatch.report import summary, text
 from calmatch.report.summary import Predictions
-from calmatch.runs import (
-    EXAMPLES_FILE,
-    Examples,
-    Run,
-    load_examples,
-    most_confident_mistakes,
-    probabilities,
-    read_lines,
-)
+from calmatch.runs import Examples, Run
 
 HERE = Path(__file__).parent
 MANY = 50  # runs on a page beyond which their curves get fewer points and no bands
@@ -57,36 +47,28 @@ FINE = Detail(points=101, band=500, draws=200, lines=200, grid=64, digits=5)
 COARSE = Detail(points=21, band=0, draws=100, lines=12, grid=24, digits=3)
 
 
-def build(runs: Sequence[Run], path: Path) -> Path:
+def build(shown: Sequence[Run], path: Path) -> Path:
     """Write the page of one run, or the comparison of several."""
-    several = [summary.make_predictions(*run.predictions()) for run in runs]
-    detail = FINE if len(runs) <= MANY else COARSE
-    pairs = list(zip(runs, several, strict=True))
+    several = [summary.make_predictions(*run.predictions()) for run in shown]
+    detail = FINE if len(shown) <= MANY else COARSE
+    pairs = list(zip(shown, several, strict=True))
     data: dict[str, Any] = {"runs": [chart_numbers(*pair, detail) for pair in pairs]}
-    view: dict[str, Any] = {"about": [describe_run(run, path) for run in runs]}
-    for numbers, preds in zip(data["runs"], several, strict=True):
-        numbers["chance"] = summary.ece_by_chance(preds, draws=detail.draws)
-        numbers["verdict"] = text.short_verdict(numbers, numbers["chance"])
-    if len(runs) == 1:
-        numbers = data["runs"][0]
+    view: dict[str, Any] = {"about": [describe_run(run, path) for run in shown], "example": ""}
+    if len(shown) == 1:
         data |= single_run_details(*pairs[0])
-        view |= {
-            "heading": runs[0].title,
-            "sentences": text.describe_headline(runs[0], numbers, numbers["chance"]),
-            "example": text.describe_example(several[0]),
-            "pictures": text.name_images(runs[0]),
-        }
+        view["heading"], view["pictures"] = shown[0].title, text.name_images(shown[0])
+        view["sentences"] = text.describe_headline(shown[0], data["runs"][0])
+        view["example"] = text.describe_example(several[0])
     else:
         data["gapGrid"] = summary.gap_grid(several, detail.grid)
         for numbers, preds in zip(data["runs"], several, strict=True):
             numbers["gaps"] = summary.gaps(preds, data["gapGrid"])
-        view |= {
-            "heading": f"{len(runs)} runs compared",
-            "differences": config_differences(runs),
-            "sentences": text.compare_runs(data["runs"]),
-            "example": "",
-        }
-    view["over"] = " · ".join(dict.fromkeys(describe_data(run) for run in runs))
+        view["heading"] = f"{len(shown)} runs compared"
+        dumps = [run.config.dump() for run in shown]
+        settings = [(key, [str(dump[key]) for dump in dumps]) for key in dumps[0]]
+        view["differences"] = [each for each in settings if len(set(each[1])) > 1]
+        view["sentences"] = text.compare_runs(data["runs"])
+    view["over"] = " · ".join(dict.fromkeys(describe_data(run) for run in shown))
     files.write(path, _render(data, view, detail.digits))
     return path
 
@@ -96,22 +78,18 @@ def _render(data: dict[str, Any], view: dict[str, Any], digits: int) -> str:
     scripts = [_libraries(), "\n".join(_read_asset(name) for name in SCRIPTS)]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    return (
-        _environment()
-        .get_template("template.html")
-        .render(
-            view,
-            data=_finite(data, digits),
-            runs=data["runs"],
-            classes=data.get("classes", []),
-            per_class=data.get("perClass", []),
-            tables=summary.chart_tables(data),
-            columns=[column.head.replace("\n", " ") for column in text.COLUMNS],
-            legend=text.LEGEND,
-            style=Markup(_read_asset("page.css")),
-            scripts=[Markup(script) for script in scripts],  # ours, and free of </script
-            policy=POLICY.format(scripts=hashes),
-        )
+    return _template().render(
+        view,
+        data=_finite(data, digits),
+        runs=data["runs"],
+        classes=data.get("classes", []),
+        per_class=data.get("perClass", []),
+        tables=summary.chart_tables(data),
+        columns=[column.head.replace("\n", " ") for column in text.COLUMNS],
+        legend=text.LEGEND,
+        style=Markup(_read_asset("page.css")),
+        scripts=[Markup(script) for script in scripts],  # ours, and free of </script
+        policy=POLICY.format(scripts=hashes),
     )
 
 
@@ -120,9 +98,8 @@ def _libraries() -> str:
     """The plotting library with its licences, which ask to be in every copy."""
     notes = json.loads(_read_asset("vendor/vendor.json"))
     licences = _read_asset("vendor/LICENSES.txt").replace("*/", "* /")
-    return f"/*!\n{licences}*/\n" + "\n;\n".join(
-        _read_asset(f"vendor/{note['file']}") for note in notes
-    )
+    sources = (_read_asset(f"vendor/{note['file']}") for note in notes)
+    return f"/*!\n{licences}*/\n" + "\n;\n".join(sources)
 
 
 @functools.cache
@@ -131,7 +108,7 @@ def _read_asset(name: str) -> str:
 
 
 @functools.cache
-def _environment() -> jinja2.Environment:
+def _template() -> jinja2.Template:
     loader = jinja2.PackageLoader("calmatch.report", "")
     page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     page.trim_blocks = page.lstrip_blocks = True
@@ -139,7 +116,7 @@ def _environment() -> jinja2.Environment:
     page.filters["whole"] = lambda words: words.replace(" %", "\u00a0%")  # no line break in between
     # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
     page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return page
+    return page.get_template("template.html")
 
 
 def _finite(value: Any, digits: int) -> Any:
@@ -157,23 +134,25 @@ def chart_numbers(run: Run, preds: Predictions, detail: Detail = FINE) -> dict[s
     """What the charts that every page has are drawn from."""
     known = run.result.metrics.get("smooth_ece") if detail is COARSE else None
     path = run.folder / "metrics.jsonl"
-    lines = read_lines(path) if path.is_file() else []
+    lines = runs.read_lines(path) if path.is_file() else []
     trained = _log_curve(lines, "train", "accepted agree pseudo_accuracy pseudo_ece")
     tested: list[dict[str, Any]] = []
     for split in ("test", "validation"):
         curve = summary.thin(_log_curve(lines, split, "error ece"), detail.lines)
         tested += [{**line, "split": split} for line in curve]
+    smoothness = (detail.points, detail.band, known and known.value)
+    numbers = headline_numbers(run, preds)
+    numbers["chance"] = summary.ece_by_chance(preds, draws=detail.draws)
     return {
         "title": run.title,
         "bins": summary.reliability_bins(preds),
-        "smooth": summary.smooth_reliability(
-            preds, detail.points, detail.band, known and known.value
-        ),
+        "smooth": summary.smooth_reliability(preds, *smoothness),
         "risk": summary.risk_coverage(preds, detail.points - 1),
         "point": operating_point(run, preds),
         "tested": tested,
         "trained": summary.thin(trained, detail.lines),
-        **headline_numbers(run, preds),
+        "verdict": text.short_verdict(numbers),
+        **numbers,
     }
 
 
@@ -212,33 +191,31 @@ def operating_point(run: Run, preds: Predictions) -> dict[str, Any] | None:
 
 def _read_model(run: Run) -> dict[str, Any]:
     """model.json, after its calibration and promises are known to be what they should be."""
-    note = _read_optional_json(run.folder / "model.json")
+    note = _read_json(run.folder / "model.json")
     read_calibration(note)
     return note
 
 
-def _read_optional_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a file holds, where it is there."""
     return files.read_json(path) if path.is_file() else {}
 
 
 def single_run_details(run: Run, preds: Predictions) -> dict[str, Any]:
     """What only the page of a single run shows: confusions, classes, logits, images."""
-    data: dict[str, Any] = {
-        "classes": list(run.result.classes),
-        "confusion": summary.confusion_cells(preds),
-        "perClass": summary.per_class(preds),
-        "logits": summary.logit_densities(preds),
-    }
-    examples = load_examples(run.folder)
+    data: dict[str, Any] = {"classes": list(run.result.classes)}
+    data |= {"confusion": summary.confusion_cells(preds), "perClass": summary.per_class(preds)}
+    data["logits"] = summary.logit_densities(preds)
+    examples = runs.load_examples(run.folder)
     if examples is None:
         return data
     rows, widths = examples.rows, (2, len(data["classes"]))
     if max(rows, default=0) >= len(preds.labels) or examples.asked_log_probs.shape[1] not in widths:
-        raise ValueError(f"{run.folder / EXAMPLES_FILE} belongs to another run; remove it.")
+        raise ValueError(f"{run.folder / runs.EXAMPLES_FILE} belongs to another run; remove it.")
     names = files.read_arrays(run.folder / "predictions.npz").get("files")
     data["pictures"] = example_images(preds, examples, names)
-    asked = asked_images(examples)
-    data["asked"] = {"shown": asked, "looked": examples.considered, "whole": examples.whole}
+    counts = {"looked": examples.considered, "whole": examples.whole}
+    data["asked"] = {"shown": asked_images(examples), **counts}
     data["inBins"] = [_rows_in_bin(preds, rows, bin) for bin in summary.reliability_bins(preds)]
     return data
 
@@ -256,7 +233,7 @@ def example_images(preds: Predictions, examples: Examples, names: Any | None) ->
             "confidence": float(preds.confidence[row]),
             "truth_probability": float(preds.probs[row, truth]),
         }
-    wrong = most_confident_mistakes(preds.confidence, preds.right > 0).tolist()
+    wrong = runs.most_confident_mistakes(preds.confidence, preds.right > 0).tolist()
     side = max(examples.images.shape[-2:], default=0)
     return {"shown": images, "wrong": [k for k in wrong if str(k) in images], "side": side}
 
@@ -275,7 +252,7 @@ def data_uri(image: Tensor) -> str:
 def asked_images(examples: Examples) -> list[dict[str, Any]]:
     """Unlabelled images worth a label, with the model's first three guesses."""
     entries = []
-    probs = probabilities(examples.asked_log_probs)
+    probs = runs.probabilities(examples.asked_log_probs)
     for place, row in enumerate(examples.asked_rows):
         chances, ids = probs[place].topk(min(3, probs.shape[1]))
         name = examples.asked_files[place] if examples.asked_files else f"row {row}"
@@ -307,7 +284,7 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
         "notes": list(run.result.notes),
         "evaluation": run.result.evaluation_note,
         "promise": text.describe_promise(_read_model(run).get("selective") or {}),
-        "cells": [_table_cell(run, column) for column in text.COLUMNS],
+        "cells": [text.cell(run.result.metrics.get(c.key), c)._asdict() for c in text.COLUMNS],
         "commands": list(run.result.commands) or repeat,
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
         "facts": run_facts(run),
@@ -315,18 +292,12 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     }
 
 
-def _table_cell(run: Run, column: text.Column) -> dict[str, Any]:
-    interval = run.result.metrics.get(column.key)
-    value, ends = text.cell(interval, column)
-    return {"value": value, "ends": ends, "sort": interval.value if interval else ""}
-
-
 def run_facts(run: Run) -> list[tuple[str, str]]:
     """A line each of what a reader asks first."""
     config, result = run.config, run.result
     averaged = "averaged, " if result.weights == "ema" else ""
     weights = f"{averaged}step {result.step:,} of {result.steps:,} ({result.selected})"
-    environment = _read_optional_json(run.folder / "environment.json")
+    environment = _read_json(run.folder / "environment.json")
     known = environment.get("versions")
     versions = [f"{k} {v}" for k, v in known.items()] if isinstance(known, dict) else []
     facts = {
@@ -352,25 +323,20 @@ def describe_data(run: Run) -> str:
     return f"{run.data}: {', '.join(parts)}" if parts else run.data
 
 
-def config_differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Settings that are not the same in all runs."""
-    dumps = [run.config.dump() for run in runs]
-    settings = [(key, [str(dump[key]) for dump in dumps]) for key in dumps[0]]
-    return [(key, values) for key, values in settings if len(set(values)) > 1]
-
-
 def write_tensorboard(run: Run) -> Path:
     """Write the numbers of metrics.jsonl under tensorboard/ in the run folder, anew."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:
-        raise ValueError(
-            "TensorBoard is not installed; pip install 'calmatch[tensorboard]'."
-        ) from error
+        sentence = "TensorBoard is not installed; pip install 'calmatch[tensorboard]'."
+        raise ValueError(sentence) from error
     folder = run.folder / "tensorboard"
     for old in folder.glob("events.out.*"):
         old.unlink()
-    times = _step_times(run.folder / "times.jsonl")
+    path, times = run.folder / "times.jsonl", {}
+    if path.is_file():  # a continued run wrote some steps twice, and the last counts
+        with files.open_file(path) as file:
+            times = {line["step"]: line["unix"] for line in map(json.loads, file)}
     with SummaryWriter(folder) as writer:
         writer.add_text("config", f"    {json.dumps(run.config.dump(), indent=4)}")
         for kind in ("train", "test", "validation"):
@@ -380,11 +346,3 @@ def write_tensorboard(run: Run) -> Path:
                     if name != "step" and isinstance(value, int | float):
                         writer.add_scalar(f"{kind}/{name}", value, step, walltime=when)
     return folder
-
-
-def _step_times(path: Path) -> dict[int, float]:
-    """When each step was reached; a continued run wrote some steps twice, and the last counts."""
-    if not path.is_file():
-        return {}
-    with files.open_file(path) as file:
-        return {line["step"]: line["unix"] for line in map(json.loads, file)}

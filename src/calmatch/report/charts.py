@@ -1,7 +1,5 @@
 """Figures by matplotlib: their style, their bytes, and the reliability diagram."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

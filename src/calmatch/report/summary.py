@@ -1,7 +1,5 @@
 """The numbers behind the report's charts, and the same as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

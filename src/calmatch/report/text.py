@@ -1,7 +1,5 @@
 """A run's result in sentences and console tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,11 +33,9 @@ def name_images(run: Run) -> str:
     return f"{names.get(run.result.evaluated_on, 'evaluated')} pictures"
 
 
-def describe_headline(
-    run: Run, measured: Mapping[str, Any], chance: Mapping[str, float]
-) -> list[str]:
+def describe_headline(run: Run, measured: Mapping[str, Any]) -> list[str]:
     """Error, calibration error, and whether it could be chance."""
-    error, ece = measured["error"], measured["ece"]
+    error, ece, chance = measured["error"], measured["ece"], measured["chance"]
     wrong = 100 * error["value"]
     number = f"{wrong:.0f}" if wrong >= 2 or wrong == 0 else f"{wrong:.1f}"
     first = (
@@ -54,16 +50,16 @@ def describe_headline(
         f"With {measured['n']:,} pictures a perfectly calibrated model would show "
         f"{_from_to(chance)} by chance alone, so "
     )
-    return [first, second, third + VERDICTS[short_verdict(measured, chance)]]
+    return [first, second, third + VERDICTS[short_verdict(measured)]]
 
 
 def _from_to(ends: Mapping[str, float]) -> str:
     return f"{percent(ends['low'])} to {percent(ends['high'])}"
 
 
-def short_verdict(measured: Mapping[str, Any], chance: Mapping[str, float]) -> str:
+def short_verdict(measured: Mapping[str, Any]) -> str:
     """The calibration in two or three words."""
-    if measured["ece"]["value"] <= chance["high"]:
+    if measured["ece"]["value"] <= measured["chance"]["high"]:
         return "no fault shown"
     if not measured["over_shown"]:
         return "off, both ways"
@@ -88,10 +84,8 @@ def describe_promise(selective: Mapping[str, Any]) -> str:
     """What a model's operating point promises, or why it promises nothing."""
     if not {"threshold", "accuracy", "certainty", "labels"} <= set(selective):
         return ""
-    wanted, labels = (
-        f"{100 * selective['accuracy']:g} % accuracy",
-        f"{selective['labels']:,} labels",
-    )
+    wanted = f"{100 * selective['accuracy']:g} % accuracy"
+    labels = f"{selective['labels']:,} labels"
     if selective["threshold"] is None:
         missing = selective.get("missing") or 0
         more = f"at least {missing:,} more labels are needed" if missing else "it errs too often"
@@ -167,12 +161,20 @@ LEGEND = (
 )
 
 
-def cell(interval: Interval | None, column: Column) -> tuple[str, str]:
-    """A value and its interval as text; dashes where there is none."""
+class Cell(NamedTuple):
+    """A value and its interval as text, and what it is sorted by."""
+
+    value: str = "-"
+    ends: str = ""
+    sort: float | str = ""
+
+
+def cell(interval: Interval | None, column: Column) -> Cell:
+    """A quantity of a run; a dash where there is none."""
     if interval is None:
-        return "-", ""
+        return Cell()
     value, low, high = (f"{column.scale * number:.{column.digits}f}" for number in interval)
-    return value, f"{low}–{high}"
+    return Cell(value, f"{low}–{high}", interval.value)
 
 
 def print_runs(runs: Sequence[Run]) -> None:
@@ -186,7 +188,7 @@ def print_runs(runs: Sequence[Run]) -> None:
         cells = [cell(run.result.metrics.get(column.key), column) for column in COLUMNS]
         mark = "\n(test-selected)" if run.result.test_selected else ""
         name = escape(visible(run.title)).replace(" + ", "\n+ ") + mark
-        table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends in cells))
+        table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends, _ in cells))
     console = Console(highlight=False)
     console.print(table)
     console.print(LEGEND, style="dim")

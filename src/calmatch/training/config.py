@@ -30,95 +30,66 @@ _field_types = functools.cache(typing.get_type_hints)
 class Config:
     """Everything that decides a run's result."""
 
-    dataset: str = "digits"
-    """Which pictures: a name of `calmatch datasets`."""
+    dataset: str = "digits"  # Which pictures: a name of `calmatch datasets`.
+    # How many labelled pictures in all, the same number a class; 0: as the dataset says.
     labels: int = 40
-    """How many labelled pictures in all, the same number a class; 0: as the dataset says."""
-    split_seed: int = 0
-    """Chooses which pictures are labelled, apart from `seed`."""
+    split_seed: int = 0  # Chooses which pictures are labelled, apart from `seed`.
+    # Share of each class's training pictures held out, with labels, to choose a checkpoint.
     validation: float = 0.0
-    """Share of each class's training pictures held out, with labels, to choose a checkpoint."""
+    # Hold out this fold of the labels (1, 2, ...), to be predicted at the end; 0: none.
     fold: int = 0
-    """Hold out this fold of the labels (1, 2, ...), to be predicted at the end; 0: none."""
+    # Whether the labelled pictures also serve as unlabelled ones, as the field does.
     include_labelled: bool = True
-    """Whether the labelled pictures also serve as unlabelled ones, as the field does."""
+    # Who teaches whom: a name of `calmatch methods`, with arguments if wanted.
     method: str = "fixmatch"
-    """Who teaches whom: a name of `calmatch methods`, with arguments if wanted."""
-    net: str = "small"
-    """The network: a name of `calmatch nets`."""
-    labelled_loss: str = ""
-    """Loss on labelled pictures; empty: the method's own."""
-    unlabelled_loss: str = ""
-    """Loss on unlabelled pictures; empty: the method's own."""
-    penalty: str = ""
-    """Added to the unlabelled loss, `margin(m=10)` for example."""
+    net: str = "small"  # The network: a name of `calmatch nets`.
+    labelled_loss: str = ""  # Loss on labelled pictures; empty: the method's own.
+    unlabelled_loss: str = ""  # Loss on unlabelled pictures; empty: the method's own.
+    penalty: str = ""  # Added to the unlabelled loss, `margin(m=10)` for example.
+    # Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never.
     cap_threshold: float = 0.0
-    """Lower a fixed threshold to the confidence at this share of the margin, 0.7 say; 0: never."""
-    weak: str = "flip|crop(4)"
-    """The weak view: transforms joined by |."""
-    strong: str = "flip|crop(4)|cutout(0.5)"
-    """The strong view: transforms joined by |."""
-    batch: int = 8
-    """Labelled pictures a step."""
-    ratio: int = 1
-    """Unlabelled pictures for each labelled one."""
-    steps: int = 1000
-    """Training steps."""
-    seed: int = 0
-    """Of weights, order and augmentation."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """AdamW, or SGD with Nesterov momentum."""
-    lr: float = 5e-4
-    """Highest learning rate."""
-    weight_decay: float = 5e-4
-    """Weight decay; biases, norms and position embeddings are exempt."""
-    momentum: float = 0.9
-    """Of SGD."""
-    layer_decay: float = 1.0
-    """Each layer further from the head learns this much slower."""
-    warmup: int = 0
-    """Steps over which the learning rate rises from zero."""
+    weak: str = "flip|crop(4)"  # The weak view: transforms joined by |.
+    strong: str = "flip|crop(4)|cutout(0.5)"  # The strong view: transforms joined by |.
+    batch: int = 8  # Labelled pictures a step.
+    ratio: int = 1  # Unlabelled pictures for each labelled one.
+    steps: int = 1000  # Training steps.
+    seed: int = 0  # Of weights, order and augmentation.
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # AdamW, or SGD with Nesterov momentum.
+    lr: float = 5e-4  # Highest learning rate.
+    weight_decay: float = 5e-4  # Weight decay; biases, norms and position embeddings are exempt.
+    momentum: float = 0.9  # Of SGD.
+    layer_decay: float = 1.0  # Each layer further from the head learns this much slower.
+    warmup: int = 0  # Steps over which the learning rate rises from zero.
+    # How the learning rate falls afterwards: cos(7 pi t / 16), or not at all.
     schedule: Literal["cosine", "constant"] = "cosine"
-    """How the learning rate falls afterwards: cos(7 pi t / 16), or not at all."""
-    clip: float = 0.0
-    """Largest gradient norm; 0: no limit."""
+    clip: float = 0.0  # Largest gradient norm; 0: no limit.
+    # Momentum of the averaged weights that are evaluated; 0: none; unset: the method's own.
     ema: float | None = None
-    """Momentum of the averaged weights that are evaluated; 0: none; unset: the method's own."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Arithmetic of the network while training."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"  # Arithmetic of the network while training.
     compile: bool | Literal["net"] | None = None
     """Compile the step (slow start, faster steps); net: of a captured step the network alone, which
     other methods' runs find compiled; unset: the step on a CUDA device."""
+    # Replay the step from one captured graph (auto: on a CUDA device), or run it as written.
     engine: Literal["auto", "eager", "captured"] = "auto"
-    """Replay the step from one captured graph (auto: on a CUDA device), or run it as written."""
-    device: str = "auto"
-    """cuda, mps, cpu, or auto: the first of these that is there."""
-    log_every: int = 50
-    """Steps between log lines."""
-    eval_every: int = 0
-    """Steps between evaluations; 0: only at the end."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: ten in a run."""
-    eval_batch: int = 512
-    """Pictures at a time when predicting."""
-    select: str = "last"
-    """Which weights to keep: last, or best(METRIC) on the validation share."""
+    device: str = "auto"  # cuda, mps, cpu, or auto: the first of these that is there.
+    log_every: int = 50  # Steps between log lines.
+    eval_every: int = 0  # Steps between evaluations; 0: only at the end.
+    checkpoint_every: int = 0  # Steps between checkpoints; 0: ten in a run.
+    eval_batch: int = 512  # Pictures at a time when predicting.
+    select: str = "last"  # Which weights to keep: last, or best(METRIC) on the validation share.
+    # paper: keep the weights that are best on the TEST set, as the paper and USB do.
     protocol: Literal["held-out", "paper"] = "held-out"
-    """paper: keep the weights that are best on the TEST set, as the paper and USB do."""
+    # Pictures on the device, or fetched by workers; auto: on the device where they fit.
     source: Literal["auto", "resident", "stream"] = "auto"
-    """Pictures on the device, or fetched by workers; auto: on the device where they fit."""
-    memory: float = 0.5
-    """The share of free device memory that pictures may take."""
-    workers: int = 2
-    """Processes that fetch streamed pictures."""
-    chunk: int = 16
-    """Steps augmented at once (changes the draws, not their distribution)."""
+    memory: float = 0.5  # The share of free device memory that pictures may take.
+    workers: int = 2  # Processes that fetch streamed pictures.
+    chunk: int = 16  # Steps augmented at once (changes the draws, not their distribution).
+    # Numbers that are not finite: stop, or go back to a checkpoint and halve the learning rate.
     on_nan: Literal["stop", "rollback"] = "stop"
-    """Numbers that are not finite: stop, or go back to a checkpoint and halve the learning rate."""
+    # Also keep predictions of unlabelled images in each view, and of the weights not averaged.
     keep_views: bool = False
-    """Also keep predictions of unlabelled images in each view, and of the weights not averaged."""
+    # The same bits every time on a CUDA device too (slower); a CPU always computes so.
     deterministic: bool = False
-    """The same bits every time on a CUDA device too (slower); a CPU always computes so."""
 
     def replace(self, **changes: Any) -> Config:
         """A copy with some fields changed; an unknown field gets the nearest suggestion."""
@@ -143,18 +114,14 @@ class TrainOptions:
     """One run. RECIPE comes first: a name of `calmatch recipes`, or a config file to repeat."""
 
     run: Annotated[Config, tyro.conf.arg(name="")]
-    out: Path | None = None
-    """The run folder; the same line again continues it."""
+    out: Path | None = None  # The run folder; the same line again continues it.
+    # Train this many seeds side by side on one device, from --seed on; a folder each in --out.
     together: int = 1
-    """Train this many seeds side by side on one device, from --seed on; a folder each in --out."""
-    data_root: Path | None = None
-    """Where datasets are; also CALMATCH_DATA."""
+    data_root: Path | None = None  # Where datasets are; also CALMATCH_DATA.
+    # JSON or YAML with fields that change the recipe; flags change them again.
     config: Path | None = None
-    """JSON or YAML with fields that change the recipe; flags change them again."""
-    trust: bool = False
-    """Import code that the config file names."""
-    quiet: bool = False
-    """No progress bar and no lines."""
+    trust: bool = False  # Import code that the config file names.
+    quiet: bool = False  # No progress bar and no lines.
 
 
 def load_config(path: Path, default: Config, trust: bool = False) -> Config:

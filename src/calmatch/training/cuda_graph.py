@@ -6,8 +6,6 @@ from a generator of the run's own, which is seeded by (seed, step) before each r
 continues with the same numbers. Several runs are branches of one graph and fill each other's gaps.
 All trained weights lie in one buffer: the optimizer and the averaging are one kernel over it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A run from beginning to end: steps, log lines, evaluations, checkpoints, what it leaves."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

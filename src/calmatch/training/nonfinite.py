@@ -1,7 +1,5 @@
 """Numbers that stop being finite: find the step, keep its state, then stop or roll back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ready-made configs by name: the paper's datasets as USB trains them, and digits for a laptop."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

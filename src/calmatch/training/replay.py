@@ -1,7 +1,5 @@
 """A run or a fault repeated from its folder, and how far its numbers are from the ones there."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

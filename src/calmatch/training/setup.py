@@ -1,7 +1,5 @@
 """From a Config to the parts of a run: data, split, network, method, losses, batches."""
 
-from __future__ import annotations
-
 import copy
 import os
 import platform

@@ -5,7 +5,6 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy.stats import chisquare, kstest
 
 from calmatch import augment
-from calmatch.augment import randaugment
 
 IMAGE = torch.randint(0, 256, (3, 12, 12), dtype=torch.uint8, generator=torch.manual_seed(0))
 
@@ -137,13 +136,13 @@ def assert_pillows(name, ours, theirs):
         assert (ours.int() - theirs.int()).abs().max() <= 1
 
 
-@pytest.mark.parametrize("name", randaugment.NAMES)
+@pytest.mark.parametrize("name", augment.RANDAUGMENT)
 def test_each_operation_is_pillows_over_its_whole_range(name):
-    low, high = randaugment.RANGES[name]
-    op = torch.full((len(BATCH),), randaugment.NAMES.index(name))
+    low, high = augment.RANGES[name]
+    op = torch.full((len(BATCH),), augment.RANDAUGMENT.index(name))
     for share in (0.0, 0.13, 0.37, 0.5, 0.71, 0.999):
         values = torch.full((len(BATCH),), low + (high - low) * share)
-        ours = randaugment.apply(BATCH, op, values)
+        ours = augment.apply_operations(BATCH, op, values)
         value = float(values[0])
         theirs = torch.stack(
             [torch.from_numpy(np.array(pillow(name, p, value))).permute(2, 0, 1) for p in PHOTOS]
@@ -153,15 +152,15 @@ def test_each_operation_is_pillows_over_its_whole_range(name):
 
 def test_operations_are_drawn_uniformly_and_independently(monkeypatch):
     drawn = []
-    apply = randaugment.apply
+    apply = augment.apply_operations
 
     def noted(images, op, value):
         drawn.append((op.clone(), value.clone()))
         return apply(images, op, value)
 
-    monkeypatch.setattr(randaugment, "apply", noted)
+    monkeypatch.setattr(augment, "apply_operations", noted)
     images = torch.zeros(20_000, 3, 4, 4, dtype=torch.uint8)
-    randaugment.randaugment(images, torch.Generator().manual_seed(0), 3)
+    augment.randaugment(images, torch.Generator().manual_seed(0), 3)
     blocks = len(drawn) // 3
     rounds = [torch.cat([drawn[3 * k + r][0] for k in range(blocks)]) for r in range(3)]
     values = torch.cat([drawn[3 * k][1] for k in range(blocks)])
@@ -169,8 +168,8 @@ def test_operations_are_drawn_uniformly_and_independently(monkeypatch):
         assert chisquare(torch.bincount(op, minlength=14).numpy()).pvalue > 1e-4
     pairs = torch.bincount(rounds[0] * 14 + rounds[1], minlength=196)
     assert chisquare(pairs.numpy()).pvalue > 1e-4
-    for k, name in enumerate(randaugment.NAMES):
-        low, high = randaugment.RANGES[name]
+    for k, name in enumerate(augment.RANDAUGMENT):
+        low, high = augment.RANGES[name]
         share = ((values[rounds[0] == k] - low) / (high - low)).numpy()
         assert kstest(share, "uniform").pvalue > 1e-4, name
 
@@ -182,16 +181,18 @@ def test_eight_equal_images_come_out_different():
 
 def test_blocks_do_not_change_the_result(monkeypatch):
     whole = draw("randaugment(3)", BATCH, 5)
-    monkeypatch.setattr(randaugment, "BLOCK", 7)
+    monkeypatch.setattr(augment, "BLOCK", 7)
     assert torch.equal(draw("randaugment(3)", BATCH, 5), whole)
 
 
 @pytest.mark.slow
 def test_a_compiled_round_equals_the_eager_one():
     op = torch.arange(len(BATCH)) % 14
-    value = randaugment.value(op, torch.rand(len(BATCH), generator=torch.manual_seed(0)))
-    compiled = torch.compile(randaugment.apply, fullgraph=True)
-    same = (compiled(BATCH, op, value) == randaugment.apply(BATCH, op, value)).double().mean()
+    value = augment.magnitude(op, torch.rand(len(BATCH), generator=torch.manual_seed(0)))
+    compiled = torch.compile(augment.apply_operations, fullgraph=True)
+    same = (
+        (compiled(BATCH, op, value) == augment.apply_operations(BATCH, op, value)).double().mean()
+    )
     assert same >= 0.999
 
 

@@ -1,13 +1,16 @@
 """Augmentations of uint8 batches, and the views of test-time augmentation.
 
-All take and return uint8 [N, 3, H, W]; every image gets its own draw, no branch on data. Geometry
-is one gather with nearest neighbours and black outside, in 16-bit fixed point as Pillow does it;
-colours round down as Pillow does."""
+All take and return uint8 [N, 3, H, W]; every image gets its own draw, no branch on data. Semantics
+are Pillow's: geometry is one gather with nearest neighbours and black outside, in 16-bit fixed
+point; colours round down. A round of RandAugment applies one operation to each image: rotations,
+shears and shifts are one gather with a matrix per image; what maps values to values is one lookup
+in a table per image and channel; colour and sharpness blend with a grey or a smoothed image.
+"""
 
-from __future__ import annotations
-
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +21,24 @@ from calmatch.core import Transform
 from calmatch.ops import sent
 
 GREY = (125, 123, 114)  # the colour cutout leaves
-BASIC = "identity flip vflip crop translate rotate brightness contrast cutout"
-OPS = spec.Table(
-    {name: f"augment.{name}" for name in BASIC.split()}
-    | {"randaugment": "augment.randaugment.randaugment"}
-)
+RANGES = {  # USB's operations and the ranges their values are drawn from
+    "autocontrast": (0.0, 1.0),
+    "brightness": (0.05, 0.95),
+    "color": (0.05, 0.95),
+    "contrast": (0.05, 0.95),
+    "equalize": (0.0, 1.0),
+    "identity": (0.0, 1.0),
+    "posterize": (4.0, 8.0),
+    "rotate": (-30.0, 30.0),
+    "sharpness": (0.05, 0.95),
+    "shear_x": (-0.3, 0.3),
+    "shear_y": (-0.3, 0.3),
+    "solarize": (0.0, 256.0),
+    "translate_x": (-0.3, 0.3),
+    "translate_y": (-0.3, 0.3),
+}
+RANDAUGMENT = list(RANGES)
+BLOCK = 256  # images at once on a CPU: what fits its cache
 
 
 def pipeline(text: str) -> Transform:
@@ -130,8 +146,14 @@ def brightness(images: Tensor, generator: Generator, low: float = 0.5, high: flo
 
 def contrast(images: Tensor, generator: Generator, low: float = 0.5, high: float = 1.5) -> Tensor:
     """Spread about the mean grey by a factor between low and high."""
-    mean = (grey(images).sum((-1, -2, -3), dtype=torch.int64) / images[0, 0].numel() + 0.5).floor()
-    return _blend(mean[:, None, None, None], images, _uniform(images, generator, low, high))
+    mean = _mean_grey(images)[:, None, None, None]
+    return _blend(mean, images, _uniform(images, generator, low, high))
+
+
+def _mean_grey(images: Tensor) -> Tensor:
+    """The mean luminance of each image, rounded: [N]."""
+    total = wide(grey(images).sum((1, 2, 3), dtype=torch.int64))
+    return (total / (images.shape[-1] * images.shape[-2]) + 0.5).floor().float()
 
 
 def grey(images: Tensor) -> Tensor:
@@ -157,6 +179,131 @@ def cutout(images: Tensor, generator: Generator, share: float = 0.5) -> Tensor:
     inside = (x >= left) & (x <= left + side) & (y >= top) & (y <= top + side) & (side > 0)
     colour = sent(torch.tensor(GREY, dtype=images.dtype), images.device)[:, None, None]
     return torch.where(inside, colour, images)
+
+
+def randaugment(images: Tensor, generator: Generator, n: int = 3) -> Tensor:
+    """Apply n operations, drawn with replacement, to each image."""
+    shape, device = (n, len(images)), images.device
+    ops = torch.randint(len(RANGES), shape, generator=generator, device=device)
+    draws = torch.rand(shape, generator=generator, device=device)
+    size = BLOCK if images.device.type == "cpu" else max(1, len(images))
+    blocks = []
+    parts = images.split(size), ops.split(size, 1), draws.split(size, 1)
+    for block, *rounds in zip(*parts, strict=True):
+        for op, draw in zip(*rounds, strict=True):
+            block = apply_operations(block, op, magnitude(op, draw))
+        blocks.append(block)
+    return torch.cat(blocks)
+
+
+def magnitude(op: Tensor, draw: Tensor) -> Tensor:
+    """The magnitude of each operation for a uniform draw in [0, 1)."""
+    ranges = sent(torch.tensor(list(RANGES.values())), draw.device)[op]
+    return ranges[:, 0] + (ranges[:, 1] - ranges[:, 0]) * draw
+
+
+def apply_operations(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """One round: operation op[i] (a place in RANDAUGMENT) with value[i] on image i."""
+    kinds: tuple[tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str], ...] = (
+        (_move, "rotate shear_x shear_y translate_x translate_y"),
+        (_map, "autocontrast brightness contrast equalize posterize solarize"),
+        (_blend_grey, "color sharpness"),
+    )
+    for act, names in kinds:
+        if images.device.type != "cpu" or torch.compiler.is_compiling():
+            images = act(images, op, value)
+        else:  # it leaves other images as they are, so a CPU need not compute them
+            rows = _is(op, names).nonzero()[:, 0]
+            images = images.index_copy(0, rows, act(images[rows], op[rows], value[rows]))
+    return images
+
+
+def _is(op: Tensor, names: str) -> Tensor:
+    """Where the operation is one of these: bool [N]."""
+    return functools.reduce(operator.or_, [op == RANDAUGMENT.index(name) for name in names.split()])
+
+
+def _move(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """Rotate, shear and translate: sample each image by a matrix, the identity for the others."""
+    height, width = images.shape[-2:]
+    v = wide(value)
+    zero = torch.zeros_like(v)
+
+    def of(name: str, amount: Tensor) -> Tensor:
+        return torch.where(_is(op, name), amount, zero)
+
+    right, down = of("translate_x", v * width), of("translate_y", v * height)
+    moved = torch.stack([zero, of("shear_x", v), right, of("shear_y", v), zero, down], 1)
+    return affine(images, rotation(images, of("rotate", v)) + moved)
+
+
+def _map(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """Look the values up in a table of the 256 new ones per image and channel."""
+    levels = torch.arange(256, device=images.device)
+    n = len(images)
+    v = value.view(n, 1, 1)
+    bits = 8 - value.floor().clamp(0, 8).long().view(n, 1, 1)
+    # brightness and contrast: blends with black or the mean grey, rounded down
+    base = torch.where(_is(op, "contrast"), _mean_grey(images), 0.0).view(n, 1, 1)
+    table = levels.expand(n, 1, 256)
+    for names, new in (
+        ("posterize", (levels >> bits) << bits),
+        ("solarize", torch.where(levels < v, levels, 255 - levels)),
+        ("brightness contrast", (base + (levels - base) * v).clamp(0, 255).long()),
+        ("autocontrast", _stretched(images)),
+        ("equalize", _equalised(images)),
+    ):
+        table = torch.where(_is(op, names).view(n, 1, 1), new, table)
+    return table.to(torch.uint8).gather(2, images.flatten(2).long()).view_as(images)
+
+
+def _stretched(images: Tensor) -> Tensor:
+    """Autocontrast: the darkest value becomes 0, the brightest 255; in double, as Pillow."""
+    levels = wide(torch.arange(256, device=images.device))
+    flat = images.flatten(2).short()  # torch 2.15 compiles amin of bytes wrongly on the CPU
+    low, high = wide(flat.amin(2, keepdim=True)), wide(flat.amax(2, keepdim=True))
+    scale = levels[255] / (high - low).clamp_min(1)  # a tensor: 255.0 / x is not a division
+    # clamping what is never negative keeps a compiler from fusing product and difference
+    product, offset = (levels * scale).clamp_min(0), (low * scale).clamp_min(0)
+    stretched = (product - offset).clamp(0, 255).long()
+    return torch.where(high > low, stretched, levels.long())
+
+
+def _equalised(images: Tensor) -> Tensor:
+    """Equalize: the cumulative histogram in steps of its 255th part, in whole numbers."""
+    n = len(images)
+    flat = images.flatten(2).long()
+    counts = torch.zeros(n, 3, 256, dtype=torch.int64, device=images.device)
+    counts.scatter_add_(2, flat, torch.ones_like(flat))
+    last = counts.gather(2, flat.amax(2, keepdim=True))
+    step = (counts.sum(2, keepdim=True) - last) // 255
+    before = counts.cumsum(2) - counts
+    table = (step // 2 + before) // step.clamp_min(1)
+    levels = torch.arange(256, device=images.device)
+    return torch.where(step > 0, table.clamp(0, 255), levels)
+
+
+def _blend_grey(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
+    """Colour and sharpness: between a degenerate image and the image, rounded down."""
+    colour, sharp = (_is(op, name)[:, None, None, None] for name in ("color", "sharpness"))
+    plain = images.float()
+    base = torch.where(colour, grey(images).float(), torch.where(sharp, _smooth(plain), plain))
+    mixed = base + (plain - base) * value[:, None, None, None]
+    return torch.where(colour | sharp, mixed.clamp(0, 255).to(torch.uint8), images)
+
+
+def _smooth(images: Tensor) -> Tensor:
+    """Pillow's SMOOTH: weights 1 around 5, rounded to the nearest; the border is copied."""
+    rows = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
+    square = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    inner = ((square + 4 * images[:, :, 1:-1, 1:-1]) / 13 + 0.5).floor()
+    smooth = images.clone()
+    smooth[:, :, 1:-1, 1:-1] = inner
+    return smooth
+
+
+BASIC = (identity, flip, vflip, crop, translate, rotate, brightness, contrast, cutout)
+OPS = {transform.__name__: transform for transform in (*BASIC, randaugment)}
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -189,14 +336,13 @@ class Views(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """A list entry for each view: bytes where it is the image as it is, else floats."""
-        return [self._show(k, view, images) for k, view in enumerate(self.views)]
-
-    def _show(self, k: int, view: View, images: Tensor) -> Tensor:
-        if view == View(self.source):
-            return images
-        across, down = self.get_buffer(f"across{k}"), self.get_buffer(f"down{k}")
-        shown = down @ images.to(down.dtype) @ across.T
-        return shown.clamp(0, 255)
+        shown = []
+        for k, view in enumerate(self.views):
+            across, down = self.get_buffer(f"across{k}"), self.get_buffer(f"down{k}")
+            same = view == View(self.source)
+            resampled = images if same else down @ images.to(down.dtype) @ across.T
+            shown.append(resampled if same else resampled.clamp(0, 255))
+        return shown
 
 
 def _resampling(source: int, view: View, start: float) -> Tensor:
