@@ -115,6 +115,10 @@ class ReportOptions:
     """The page; by default report.html in the run folder, of several runs in the folder above."""
     tensorboard: bool = False
     """Also write each run's log as TensorBoard event files, in its folder tensorboard/."""
+    wandb: bool = False
+    """Also log each run to Weights & Biases; WANDB_MODE=offline keeps it in the folder wandb/."""
+    mlflow: bool = False
+    """Also log each run to MLflow: MLFLOW_TRACKING_URI, or else its folder mlruns/."""
 
 
 @dataclass
@@ -181,6 +185,32 @@ class ExportOptions:
     """Import code that the model names."""
     quiet: bool = False
     """No lines."""
+
+
+@dataclass
+class ServeOptions:
+    """POST a picture to /predict and get JSON; a page to drop one on; /openapi.json says all."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """A run folder, or hf://USER/NAME on the Hugging Face Hub."""
+    host: str = "127.0.0.1"
+    """Another address lets other machines in, by a token: CALMATCH_TOKEN, or a new one."""
+    port: int = 8000
+    """Another one is taken where this is in use."""
+    megabytes: float = 20.0
+    """The largest request."""
+    megapixels: float = 50.0
+    """The largest picture."""
+    batch: int = 0
+    """Pictures computed together at most; 0: as many as suit the device."""
+    workers: int = 0
+    """Threads that decode and compute; 0: one for each core."""
+    device: str = "auto"
+    """auto, cpu, cuda or mps."""
+    trust: bool = False
+    """Import code that the model names."""
+    quiet: bool = False
+    """No lines but the address."""
 
 
 @dataclass
