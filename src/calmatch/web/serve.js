@@ -11,15 +11,16 @@ function percent(share) {
 }
 
 function explain(answer, about) {
-  const words = [];
-  if (!about.promise) words.push("This model promises no accuracy, so no answer of it is called sure.");
-  else if (!answer.sure) words.push(`Too little confidence for its promise. ${about.promise}`);
-  else words.push(about.promise);
-  if (about.coverage !== null && answer.set.length) {
-    const share = Math.round(100 * about.coverage);
-    words.push(`Bold: its prediction set, which holds the true class of ${share} % of such pictures.`);
-  }
-  return words.join(" ");
+  if (answer.sure) return "Its promise of accuracy covers this answer.";
+  if (about.covered) return "Its confidence is too low for its promise of accuracy.";
+  return "This model promises no accuracy, so it calls no answer sure.";
+}
+
+function describe(about) {
+  const share = Math.round(100 * about.coverage);
+  const sets = `Bold: its prediction set, which holds the true class of ${share} % of such pictures.`;
+  const words = [`Model ${about.model}, ${about.classes} classes.`, about.promise];
+  return (about.coverage === null ? words : [...words, sets]).join(" ");
 }
 
 function addBar(table, name, share, member) {
@@ -39,7 +40,7 @@ function addBar(table, name, share, member) {
 function show(card, answer, about) {
   const chances = Object.entries(answer.probabilities).sort((a, b) => b[1] - a[1]);
   const members = new Set(answer.set);
-  card.className = answer.sure ? "sure" : "unsure";
+  card.classList.add(answer.sure ? "sure" : "unsure");
   find("h2", card).textContent = `${answer.sure ? "Sure" : "Not sure, perhaps"}: ${answer.label}`;
   find(".why", card).textContent = explain(answer, about);
   const table = find("tbody", card);
@@ -57,13 +58,12 @@ async function ask(file) {
   const card = document.importNode(find("#card").content, true).firstElementChild;
   const image = find("img", card);
   image.src = URL.createObjectURL(file);
-  image.onerror = () => image.remove(); // a format that browsers do not draw
+  image.onerror = () => card.classList.add("bare"); // a format that browsers do not draw
   find(".file", card).textContent = file.name || "pasted picture";
   find("h2", card).textContent = "…";
   find("#answers").prepend(card);
   for (const old of [...find("#answers").children].slice(CARDS)) {
-    const shown = find("img", old);
-    if (shown) URL.revokeObjectURL(shown.src);
+    URL.revokeObjectURL(find("img", old).src);
     old.remove();
   }
   try {
@@ -72,7 +72,7 @@ async function ask(file) {
     if (!reply.ok) throw new Error(text.startsWith("{") ? JSON.parse(text).error : text);
     show(card, JSON.parse(text), await health);
   } catch (error) {
-    card.className = "failed";
+    card.classList.add("failed");
     find("h2", card).textContent = "No answer";
     find(".why", card).textContent = error instanceof TypeError ? "The server cannot be reached." : error.message;
   }
@@ -99,5 +99,5 @@ find("#curl").textContent = `curl --data-binary @PICTURE ${new URL("predict", lo
 if (location.search) history.replaceState(null, "", location.pathname); // the cookie has the token now
 const health = fetch("health").then((reply) => reply.json());
 health.then((about) => {
-  find("#model").textContent = `Model ${about.model}, ${about.classes} classes. ${about.promise}`;
+  find("#model").textContent = describe(about);
 }).catch(() => { find("#model").textContent = "The server cannot be reached."; });

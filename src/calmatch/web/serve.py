@@ -210,11 +210,12 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """That it answers, and what the page says of the model."""
-        sets = self.model.conformal if self.model.conformal else None
+        sets, point = self.model.conformal, self.model.selective
         return {
             "status": "ok",
             "model": self.version,
             "classes": len(self.model.classes),
+            "covered": point is not None and point.threshold is not None,
             "promise": describe_promise(self.model.note.get("selective") or {}),
             "coverage": sets.coverage if sets and sets.threshold is not None else None,
         }
