@@ -196,6 +196,13 @@ def _export(options: opts.ExportOptions) -> None:
         print(f"Exported: {path}")
 
 
+def _serve(options: opts.ServeOptions) -> None:
+    """A model over HTTP: POST a picture, get label, probabilities, set, sure; and a page."""
+    from calmatch.web.serve import serve
+
+    serve(options)
+
+
 def _push(options: opts.PushOptions) -> None:
     """A run's model onto the Hugging Face Hub, with a card made from the run."""
     from calmatch.hub import push
@@ -282,6 +289,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "report": (_report, "ReportOptions"),
     "predict": (_predict, "PredictOptions"),
     "export": (_export, "ExportOptions"),
+    "serve": (_serve, "ServeOptions"),
     "push": (_push, "PushOptions"),
     "bench": (_bench, ""),
     "table": (_table, "TableOptions"),

@@ -101,6 +101,10 @@ class ReportOptions:
     out: Path | None = None
     # Also write each run's log as TensorBoard event files, in its folder tensorboard/.
     tensorboard: bool = False
+    # Also log each run to Weights & Biases; WANDB_MODE=offline keeps it in the folder wandb/.
+    wandb: bool = False
+    # Also log each run to MLflow: MLFLOW_TRACKING_URI, or else its folder mlruns/.
+    mlflow: bool = False
 
 
 @dataclass
@@ -153,6 +157,24 @@ class ExportOptions:
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     trust: bool = False  # Import code that the model names.
     quiet: bool = False  # No lines.
+
+
+@dataclass
+class ServeOptions:
+    """POST a picture to /predict and get JSON; a page to drop one on; /openapi.json says all."""
+
+    # A run folder, or hf://USER/NAME on the Hugging Face Hub.
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    # Another address lets other machines in, by a token: CALMATCH_TOKEN, or a new one.
+    host: str = "127.0.0.1"
+    port: int = 8000  # Another one is taken where this is in use.
+    megabytes: float = 20.0  # The largest request.
+    megapixels: float = 50.0  # The largest picture.
+    batch: int = 0  # Pictures computed together at most; 0: as many as suit the device.
+    workers: int = 0  # Threads that decode and compute; 0: one for each core.
+    device: str = "auto"  # auto, cpu, cuda or mps.
+    trust: bool = False  # Import code that the model names.
+    quiet: bool = False  # No lines but the address.
 
 
 @dataclass

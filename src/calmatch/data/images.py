@@ -207,6 +207,8 @@ def open_image(data: bytes, formats: tuple[str, ...] = FORMATS) -> Image.Image:
             return Image.open(io.BytesIO(data), formats=formats)
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise ValueError("it is too large") from error
+        except Image.UnidentifiedImageError as error:  # which would name an object in memory
+            raise OSError(f"cannot identify it as {', '.join(formats)}") from error
 
 
 def _plain_colours(image: Image.Image) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -33,14 +34,16 @@ class Guard:
     """Refuses a request with a foreign Host or Origin, without the token, or with too large a body.
 
     The token comes as `?token=`, as `Authorization: Bearer`, or in the cookie that the first answer
-    sets: a page's own requests need not repeat it. Without a token nothing is asked for.
+    sets: a page's own requests need not repeat it. Without a token nothing is asked for. Without
+    `hosts`, which takes a token, the server goes by any name.
     """
 
     def __init__(
-        self, app: Any, *, token: str | None, hosts: Sequence[str], port: int, limit: int
+        self, app: Any, *, token: str | None, hosts: Sequence[str] | None, port: int, limit: int
     ) -> None:
+        assert token or hosts
         self.app, self.token, self.limit = app, token, limit
-        self.hosts = {f"{host}:{port}".lower() for host in hosts}
+        self.hosts = {f"{host}:{port}".lower() for host in hosts} if hosts else None
         self.cookie = f"calmatch-{port}"  # cookies know no ports
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -86,10 +89,10 @@ class Guard:
 
     def _refusal(self, request: Any) -> tuple[int, str]:
         headers = request.headers
-        if headers.get("host", "").lower() not in self.hosts:
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        if self.hosts is not None and host not in self.hosts:
             return 400, "This address is not the server's own."
-        origin = headers.get("origin")
-        if origin is not None and origin.lower().partition("://")[2] not in self.hosts:
+        if origin is not None and origin.lower().partition("://")[2] != host:
             return 403, "Another site may not ask."
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.limit:
@@ -120,6 +123,7 @@ def listen(host: str, port: int) -> socket.socket:
             if not wanted:
                 raise ValueError(f"Cannot listen on {host}: {error.strerror}.") from error
             continue
+        place.listen(2048)  # whoever comes from now on waits until the server runs
         return place
     raise AssertionError
 
@@ -130,7 +134,7 @@ def build_app(
     *,
     token: str | None,
     limit: int,
-    hosts: Sequence[str] = LOOPBACK,
+    hosts: Sequence[str] | None = LOOPBACK,
     lifespan: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
 ) -> Starlette:
     """Routes behind the guard, for the socket they will be served on."""
@@ -145,10 +149,22 @@ def build_app(
 
 
 def run(app: Any, place: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; requests that have begun are answered first."""
+    """Serve until SIGINT or SIGTERM; requests that have been sent are answered first."""
     import uvicorn
 
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            """Let nobody new in, and wait: an open connection may have a request under way."""
+            for server in self.servers:
+                server.close()
+            state = self.server_state
+            state.default_headers = [*state.default_headers, (b"connection", b"close")]
+            for _ in range(20):
+                if state.connections:
+                    await asyncio.sleep(0.05)
+            await super().shutdown(sockets)
+
     settings = uvicorn.Config(
-        app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=10
+        app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=30
     )
-    uvicorn.Server(settings).run(sockets=[place])
+    Server(settings).run(sockets=[place])
