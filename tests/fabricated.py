@@ -34,17 +34,21 @@ def run(folder, config: Config, *, best=None, **values):
     return folder
 
 
-def history(folder, *, seed=0, classes=10, sharp=3.0):
-    """Predictions and a log for a fabricated run, for figures."""
+def history(folder, *, seed=0, classes=10, sharp=3.0, raw=True):
+    """Predictions and a log for a fabricated run, for figures; `raw`: with its mean logits."""
     random = np.random.default_rng(seed)
+    drift = 1 - sharp  # as AdamW's weight decay leaves one
     labels = np.repeat(np.arange(classes), 20)
     logits = random.normal(size=(len(labels), classes))
     logits[np.arange(len(labels)), labels] += 2
-    logits *= sharp
+    logits = sharp * logits + drift
     top = logits.max(1, keepdims=True)
     log_probs = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
     data = io.BytesIO()
-    np.savez_compressed(data, log_probs=log_probs.astype(np.float32), labels=labels)
+    arrays = {"log_probs": log_probs.astype(np.float32), "labels": labels}
+    if raw:
+        arrays["mean_logit"] = logits.mean(1).astype(np.float32)
+    np.savez_compressed(data, **arrays)
     (folder / "predictions.npz").write_bytes(data.getvalue())
     lines = []
     for step in range(10, 110, 10):

@@ -170,6 +170,11 @@ class Run(NamedTuple):
         arrays = read_predictions(self.folder / "predictions.npz", len(self.result.classes))
         return torch.from_numpy(arrays["log_probs"]), torch.from_numpy(arrays["labels"])
 
+    def mean_logits(self) -> NDArray[Any] | None:
+        """The mean over classes of each test image's logits [N], where the run kept it."""
+        path = self.folder / "predictions.npz"
+        return read_predictions(path, len(self.result.classes)).get("mean_logit")
+
 
 def run_name(config: Config) -> str:
     """A folder name a person can read, with a hash that differs between configs."""
@@ -238,6 +243,8 @@ def read_predictions(path: Path, classes: int) -> dict[str, NDArray[Any]]:
     fits = fits and bool(((labels >= 0) & (labels < classes)).all())
     fits = fits and _is_array(log_probs, "f", len(labels), classes)
     fits = fits and not np.isnan(log_probs).any() and _is_array(names, "U", len(labels))
+    means = arrays.get("mean_logit", np.zeros(len(labels)))
+    fits = fits and _is_array(means, "f", len(labels)) and bool(np.isfinite(means).all())
     if not fits:
         raise ValueError(f"{path} does not hold log_probs [N, {classes}] and labels [N] that fit.")
     return arrays

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from calmatch import losses, spec
-from calmatch.bench import stats, tables
+from calmatch.bench import tables
 from calmatch.bench.paper import PUBLISHED_TABLES
 from calmatch.bench.tables import Group, RunTable
 from calmatch.report import charts
@@ -25,46 +25,35 @@ Content = Mapping[str, Any]  # what a figure shows, as plain numbers and texts
 
 
 def prepare_reliability(table: RunTable) -> Content:
-    """Reliability plots; methods above, the same with penalty below (Observation 1, supplement)."""
+    """Reliability plots of the first seed (Observation 1, supplement)."""
     check_panels(len(table.groups))
+    several = len(table.columns) > 1
+    methods: dict[str, int] = {}  # place of each method's panels where there is one column
+    levels: dict[str, int] = {}  # and how many there are
     panels = []
-    for group in table.groups:
+    for group in sorted(table.groups, key=lambda g: table.base(g) is not None):
+        method = (table.base(group) or group).row
+        deep, across = levels.get(method, 0), methods.setdefault(method, len(methods))
+        levels[method] = deep + 1
+        if several:  # columns of the table downward, its rows across
+            deep, across = table.columns.index(group.column), table.rows.index(group.row)
+        title = f"{group.column}, {group.row}" if several else group.row
+        place = {"title": title.replace(" + ", "\n+ "), "place": [deep, across]}
         seeds, run = next(iter(group.runs.items()))
-        base = table.base(group)
-        panel = {
-            "title": f"{group.row}\n{group.column}" if len(table.columns) > 1 else group.row,
-            "method": base.row if base else group.row,
-            "column": group.column,
-            "penalised": base is not None,
-            "seed": seeds[0],
-        }
-        panels.append(panel | charts.prepare_reliability(*run.predictions()))
+        panels.append({**place, "seed": seeds[0], **charts.prepare_reliability(*run.predictions())})
     return {"panels": panels}
 
 
 def draw_reliability(figure: Figure, content: Content) -> None:
-    """One panel a run; a penalised run stands below its own method."""
-    columns: dict[str, list[Content]] = {}
-    for panel in sorted(content["panels"], key=lambda panel: bool(panel["penalised"])):
-        columns.setdefault(panel["column"], []).append(panel)
-    placed: list[tuple[int, int, Content]] = []
-    deep = 0
-    for panels in columns.values():
-        levels: dict[str, int] = {}  # how many panels of each method there are, side by side
-        for panel in panels:
-            level = levels.get(panel["method"], 0)
-            levels[panel["method"]] = level + 1
-            placed.append((deep + level, list(levels).index(panel["method"]), panel))
-        deep += max(levels.values())
-    wide = 1 + max(place for _, place, _ in placed)
+    """A grid of datasets and rows, or of methods with what is added to them below."""
+    places = [panel["place"] for panel in content["panels"]]
+    deep, wide = (1 + max(place[k] for place in places) for k in (0, 1))
     each = min(1.75, max(1.3, PAGE / wide))
-    figure.set_size_inches(max(COLUMN, each * wide), (each + 0.2) * deep)
-    for level, place, panel in placed:
-        axes = figure.add_subplot(deep, wide, level * wide + place + 1)
-        charts.draw_reliability(axes, dict(panel), panel["title"])
-        axes.set_title(panel["title"], fontsize=7)
-        if place:
-            axes.set_ylabel("")
+    figure.set_size_inches(max(COLUMN, each * wide), (each + 0.35) * deep + 0.3)
+    for panel, (level, across) in zip(content["panels"], places, strict=True):
+        axes = figure.add_subplot(deep, wide, level * wide + across + 1)
+        charts.draw_reliability(axes, dict(panel), panel["title"], size=6)
+    charts.draw_reliability_legend(figure)
 
 
 def prepare_agreement(table: RunTable) -> Content:
@@ -86,7 +75,7 @@ def draw_agreement(figure: Figure, content: Content) -> None:
 
 def _draw_agreement(axes: Axes, content: Content) -> None:
     _draw_series(axes, content["curves"], "agree", lambda share: 100 * share)
-    axes.axhline(80, color="0.5", lw=0.8, ls=":")
+    axes.axhline(80, color="0.5", lw=0.8, ls=":", label="80 %, as the paper says")
     axes.set(xlabel="step", ylabel="agreeing, % of accepted", ylim=(None, 101))
 
 
@@ -153,6 +142,8 @@ def _draw_series(
         axes.plot(curve["step"], mean, label=curve["name"], **style)
         if curve["seeds"] > 1:
             axes.fill_between(curve["step"], low, high, color=style["color"], alpha=0.12, lw=0)
+    if any(curve["seeds"] > 1 for curve in curves):
+        axes.fill_between([], [], color="0.5", alpha=0.3, lw=0, label="range over seeds")
 
 
 def prepare_entropy(table: RunTable | None = None) -> Content:
@@ -202,14 +193,14 @@ def prepare_logits(table: RunTable, target: int = 5) -> Content:
 
 def prepare_logits_all(table: RunTable) -> Content:
     """The same for every class, a line of panels each (supplement)."""
-    _, labels, names = centred(table.groups[0])
+    _, labels, names, _ = logits_of(table.groups[0])
     classes = [k for k in range(len(names)) if int((labels == k).sum()) > 2][:SHOWN_CLASSES]
     check_panels(len(classes) * len(table.groups))
     return {"lines": [[_logit_panel(group, k) for group in table.groups] for k in classes]}
 
 
 def _logit_panel(group: Group, target: int) -> Content:
-    logits, labels, names = centred(group)
+    logits, labels, names, kind = logits_of(group)
     if target >= len(names):
         raise ValueError(f"There is no class {target}: {group.column} has {len(names)}, from 0.")
     some = logits[labels == target]
@@ -224,6 +215,7 @@ def _logit_panel(group: Group, target: int) -> Content:
     return {
         "title": group.row,
         "target": target,
+        "kind": kind,
         "x": grid.tolist(),
         "density": {str(k): density(some[:, k], grid) for k in classes},
         "names": {str(k): names[k] for k in classes},
@@ -232,12 +224,20 @@ def _logit_panel(group: Group, target: int) -> Content:
     }
 
 
-def centred(group: Group) -> tuple[NDArray[np.float64], NDArray[np.int64], tuple[str, ...]]:
-    """Logits less their mean [N, C], labels and class names of a group's first seed."""
+def logits_of(
+    group: Group,
+) -> tuple[NDArray[np.float64], NDArray[np.int64], tuple[str, ...], str]:
+    """Logits [N, C], labels and class names of a group's first seed, and what logits they are.
+
+    Softmax does not see their mean over classes, so a run that did not keep it has none.
+    """
     run = next(iter(group.runs.values()))
     log_probs, labels = run.predictions()
-    logits = log_probs.double().numpy()
-    return logits - logits.mean(1, keepdims=True), labels.numpy(), run.result.classes
+    logits, means = log_probs.double().numpy(), run.mean_logits()
+    logits -= logits.mean(1, keepdims=True)
+    if means is None:
+        return logits, labels.numpy(), run.result.classes, "logit less the picture's mean"
+    return logits + means[:, None], labels.numpy(), run.result.classes, "logit"
 
 
 def density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> list[float]:
@@ -252,53 +252,50 @@ def draw_logits(figure: Figure, content: Content) -> None:
     """A panel a run, all on the same axes; the target class is the filled one."""
     panels = content["panels"]
     wide = min(4, len(panels))
-    deep = -(-len(panels) // wide)
-    figure.set_size_inches(max(COLUMN, PAGE * wide / 4 if wide > 2 else PAGE / 2), 1.5 * deep + 0.7)
-    grid = figure.subplots(deep, wide, sharex=True, sharey=True, squeeze=False)
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        _draw_densities(axes, panel)
-        axes.set_title(panel["title"], fontsize=7)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes in grid[-1]:
-        axes.set_xlabel("logit (centred)")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("density")
-    draw_legend(figure, grid[0, 0], 5)
+    _draw_logit_panels(figure, panels, -(-len(panels) // wide), wide, 1.65)
 
 
 def draw_logits_all(figure: Figure, content: Content) -> None:
     """Classes downward, runs across, the same axes everywhere."""
     lines = content["lines"]
-    wide, deep = len(lines[0]), len(lines)
-    width, height = max(COLUMN, 1.75 * wide), 0.85 * deep + 0.8
+    _draw_logit_panels(figure, sum(lines, []), len(lines), len(lines[0]), 1.3)
+
+
+def _draw_logit_panels(
+    figure: Figure, panels: Sequence[Content], deep: int, wide: int, height: float
+) -> None:
+    width, height = max(COLUMN, 1.75 * wide), height * deep + 0.5
     figure.set_size_inches(width, height)
     figure.set_layout_engine("none")  # so many panels would take it half a minute
-    edges = {"left": 0.55 / width, "right": 1 - 0.1 / width}
-    edges |= {"bottom": 0.4 / height, "top": 1 - 0.25 / height, "hspace": 0.35, "wspace": 0.1}
-    grid = figure.subplots(deep, wide, sharex=True, sharey="row", squeeze=False, gridspec_kw=edges)
-    for row, line in zip(grid, lines, strict=True):
-        for axes, panel in zip(row, line, strict=True):
-            _draw_densities(axes, panel)
-            axes.tick_params(labelleft=False, left=False)
-        row[0].set_ylabel(f"class {line[0]['names'][str(line[0]['target'])]}", fontsize=7)
-    for above, under, panel in zip(grid[0], grid[-1], lines[0], strict=True):
-        above.set_title(panel["title"], fontsize=7)
-        under.set_xlabel("logit (centred)")
+    edges = {"left": 0.5 / width, "right": 1 - 0.1 / width, "hspace": 0.75, "wspace": 0.4}
+    edges |= {"bottom": 0.85 / height, "top": 1 - 0.25 / height}
+    grid = figure.subplots(deep, wide, sharex=True, sharey=True, squeeze=False, gridspec_kw=edges)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw_densities(axes, panel)
+        axes.tick_params(labelbottom=True, labelleft=True, labelsize=6)
+        axes.set_xlabel(panel["kind"], fontsize=6, labelpad=1)
+        axes.set_ylabel("density", fontsize=6, labelpad=1)
+        name = panel["names"][str(panel["target"])]
+        axes.set_title(f"{panel['title']}, class {name}", fontsize=6, pad=3)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    draw_legend(figure, grid[0, 0], 5 if deep * wide <= 16 else 10)
 
 
 def _draw_densities(axes: Axes, panel: Content) -> None:
     for place, (k, heights) in enumerate(panel["density"].items()):
         name = panel["names"][k]
         if int(k) == panel["target"]:
-            axes.plot(panel["x"], heights, color="black", lw=1.4, label=f"{name} (true class)")
+            label = f"{name} (true class, shaded)"
+            axes.plot(panel["x"], heights, color="black", lw=1.4, label=label)
             axes.fill_between(panel["x"], heights, color="0.5", alpha=0.25, lw=0)
         else:
             colour, dash = PALETTE[place % 6], "-" if place < 6 else "--"
             axes.plot(panel["x"], heights, color=colour, ls=dash, lw=0.9, label=name)
     low, high = panel["range"]
     words = f"{low:.0f} to {high:.0f}\nwrong ≤ {panel['rival']:.1f}"
-    axes.text(1, 1, words, transform=axes.transAxes, ha="right", va="top", fontsize=6)
+    axes.text(1, 1, words, transform=axes.transAxes, ha="right", va="top", fontsize=5)
+    axes.set_ylim(0, None)
 
 
 def prepare_penalty(table: RunTable) -> Content:
@@ -311,7 +308,7 @@ def prepare_penalty(table: RunTable) -> Content:
 
 
 def _distances(group: Group) -> dict[str, Any]:
-    logits, labels, names = centred(group)
+    logits, labels, names, _ = logits_of(group)
     gap = np.ptp(logits, axis=1)
     wrong = logits.argmax(1) != labels
     confidence = 1 / np.exp(logits - logits.max(1, keepdims=True)).sum(1)
@@ -353,128 +350,90 @@ def draw_penalty(figure: Figure, content: Content) -> None:
     draw_legend(figure, left, 4)
 
 
+METRICS = ("error", "ece")
+DOUBTED = "? holds a doubted number: docs/paper.md"
+
+
 def prepare_ranks(table: RunTable) -> Content:
-    """Friedman ranks for error, ECE and both."""
+    """Friedman ranks for error, ECE and both, and which rows they cannot tell apart."""
     scores, kind = tables.rank_scores(table)
     if len(scores) < 2:
         raise ValueError("Ranks need two rows at least that are there in every column.")
-    return _rank_content(scores, kind)
+    tests = {name: test._asdict() for name, test in tables.friedman_tests(scores).items()}
+    return {"kind": kind, "tests": tests, "doubted": []}
 
 
 def published_ranks() -> Content:
     """The same from the paper's Tables 1 and 2."""
-    numbers, rows, columns = _published_numbers("main")
-    scores = {row: {m: [numbers[row, c, m] for c in columns] for m in METRICS} for row in rows}
-    return _rank_content(scores, f"{len(columns)} columns, as published")
-
-
-METRICS = ("error", "ece")
-
-
-def _published_numbers(name: str) -> tuple[dict[tuple[str, str, str], float], list[str], list[str]]:
-    """The values of a published table, its rows and its columns."""
-    numbers = {key: number.value for key, number in PUBLISHED_TABLES[name].items()}
+    numbers = PUBLISHED_TABLES["main"]
     rows, columns = (list(dict.fromkeys(key[k] for key in numbers)) for k in (0, 1))
-    return numbers, rows, columns
-
-
-def _rank_content(scores: tables.Scores, kind: str) -> Content:
-    tests = {}
-    for name, test in tables.friedman_tests(scores).items():
-        cliques = stats.cliques(test.rank, test.distance)
-        tests[name] = {**test._asdict(), "cliques": [list(clique) for clique in cliques]}
-    return {"kind": kind, "tests": tests}
+    scores = {r: {m: [numbers[r, c, m].value for c in columns] for m in METRICS} for r in rows}
+    tests = {name: test._asdict() for name, test in tables.friedman_tests(scores).items()}
+    doubted = [r for r in rows if any(n.doubt for key, n in numbers.items() if key[0] == r)]
+    return {"kind": f"{len(columns)} columns, as published", "tests": tests, "doubted": doubted}
 
 
 def draw_ranks(figure: Figure, content: Content) -> None:
-    """A line a row, best above, a mark for each quantity."""
-    tests = content["tests"]
+    """A line a row, best above, a mark for each quantity; Nemenyi's distances below."""
+    tests, doubted = content["tests"], content["doubted"]
     order = sorted(tests["all"]["rank"], key=lambda row: -tests["all"]["rank"][row])
-    figure.set_size_inches(COLUMN, 0.24 * len(order) + 1.0)
+    figure.set_size_inches(COLUMN, 0.24 * len(order) + 1.6)
     axes = figure.subplots()
     for level, row in enumerate(order):
         ends = [test["rank"][row] for test in tests.values()]
         axes.plot([min(ends), max(ends)], [level, level], color="0.8", lw=1, zorder=1)
     styles = ((PALETTE[0], "o", 4, 0), (PALETTE[1], "s", 4, 0), ("black", "|", 9, 2))
-    for (name, test), (colour, marker, size, edge) in zip(tests.items(), styles, strict=True):
-        ranks = [test["rank"][row] for row in order]
+    for place, (name, test) in enumerate(tests.items()):
+        colour, marker, size, edge = styles[place]
+        ranks, below = [test["rank"][row] for row in order], -1.0 - 0.6 * place
         levels = range(len(order))
         axes.plot(ranks, levels, marker, color=colour, ms=size, mew=edge, label=name)
-    axes.set_yticks(range(len(order)), order)
-    axes.set_xlabel(f"mean rank, 1 best\n({content['kind']})")
+        best = min(ranks)
+        axes.plot([best, best + test["distance"]], [below] * 2, color=colour, marker="|", lw=1.5)
+    axes.set_yticks(range(len(order)), [row + "?" * (row in doubted) for row in order])
+    words = f"mean rank, 1 best ({content['kind']})\nbars: rows nearer to the best cannot"
+    axes.set_xlabel("\n".join([f"{words} be told from it", *[DOUBTED] * bool(doubted)]))
     axes.set_xlim(0.8, len(order) + 0.2)
     draw_legend(figure, axes, 3, above=True)
 
 
-def draw_critical(figure: Figure, content: Content) -> None:
-    """Critical-difference diagrams: bars join rows that cannot be told apart."""
-    tests = content["tests"]
-    rows, most = len(tests["all"]["rank"]), max(len(test["cliques"]) for test in tests.values())
-    height = 0.75 + 0.15 * math.ceil(rows / 2) + 0.09 * most
-    figure.set_size_inches(PAGE * 0.72, height * len(tests))
-    for axes, (name, test) in zip(figure.subplots(len(tests), 1), tests.items(), strict=True):
-        _draw_critical(axes, name, test)
-
-
-def _draw_critical(axes: Axes, name: str, test: Content) -> None:
-    ranks = test["rank"]
-    order = sorted(ranks, key=lambda row: ranks[row])
-    rows, half = len(order), math.ceil(len(order) / 2)
-    first = 1.2 + 0.7 * len(test["cliques"])  # below the bars
-    axes.set(xlim=(1 - 0.45 * rows, rows + 0.45 * rows), ylim=(first + 1.1 * half, -2.6))
-    axes.axis("off")
-    axes.plot([1, rows], [0, 0], color="black", lw=0.9)
-    for rank in range(1, rows + 1):
-        axes.plot([rank, rank], [0, -0.25], color="black", lw=0.9)
-        axes.text(rank, -0.4, str(rank), ha="center", va="bottom", fontsize=7)
-    for place, row in enumerate(order):
-        if place < half:
-            level, edge, side, text = place, 0.9, "right", f"{row}  {ranks[row]:.2f}"
-        else:
-            level, edge, side, text = (
-                rows - 1 - place,
-                rows + 0.1,
-                "left",
-                f"{ranks[row]:.2f}  {row}",
-            )
-        y = first + 1.1 * level
-        axes.plot([ranks[row], ranks[row], edge], [0, y, y], color="0.45", lw=0.7)
-        x = edge - 0.1 if side == "right" else edge + 0.1
-        axes.text(x, y, text, ha=side, va="center", fontsize=7)
-    for level, clique in enumerate(test["cliques"]):
-        ends = [ranks[clique[0]] - 0.06, ranks[clique[-1]] + 0.06]
-        axes.plot(ends, [0.6 + 0.7 * level] * 2, color=PALETTE[1], lw=3, solid_capstyle="butt")
-    wide = min(test["distance"], rows - 1)
-    axes.plot([1, 1 + wide], [-1.5, -1.5], color="black", lw=1.5, marker="|", ms=5)
-    p = "" if test["p"] is None else f"; Friedman's p {test['p']:.1g}"
-    words = f"{name}: critical difference {test['distance']:.2f} ({test['settings']} settings{p})"
-    axes.text(1, -1.8, words, ha="left", va="bottom", fontsize=7)
-
-
 def prepare_radar(table: RunTable) -> Content:
     """Accuracy and ECE of each loss as radar plots, a plot a column."""
-    plots = []
-    for column in table.columns:
-        groups = table.only(column).groups
-        means = {g.row: [tables.mean_value(g, metric) for metric in METRICS] for g in groups}
-        plots.append(_radar_plot(column, means))
-    if max(len(plot["rows"]) for plot in plots) < 3:
+    plots = {
+        column: {
+            group.row: (*(tables.mean_value(group, metric) for metric in METRICS), False)
+            for group in table.only(column).groups
+        }
+        for column in table.columns
+    }
+    if max(map(len, plots.values())) < 3:
         raise ValueError("A radar plot needs three rows at least.")
-    return {"plots": plots}
+    return _radar_content(plots)
 
 
 def published_radar() -> Content:
     """The same from the supplement's table of the radar plots."""
-    numbers, rows, columns = _published_numbers("losses")
-    parts = {c: {row: [numbers[row, c, m] for m in METRICS] for row in rows} for c in columns}
-    return {"plots": [_radar_plot(column, means) for column, means in parts.items()]}
+    plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
+    numbers = PUBLISHED_TABLES["losses"]
+    for row, column, _ in numbers:
+        error, ece = (numbers[row, column, metric] for metric in METRICS)
+        doubted = bool(error.doubt or ece.doubt)
+        plots.setdefault(column, {})[row] = (error.value, ece.value, doubted)
+    return _radar_content(plots)
 
 
-def _radar_plot(column: str, means: Mapping[str, Sequence[float]]) -> Content:
-    errors, eces = zip(*means.values(), strict=True)
-    rim = next(r for r in (5, 10, 20, 50, 100) if r >= min(100, 1.5 * max(eces)))
-    plot = {"column": column, "rows": list(means), "rim": rim}
-    return plot | {"accuracy": [100 - error for error in errors], "ece": list(eces)}
+def _radar_content(plots: Mapping[str, Mapping[str, tuple[float, float, bool]]]) -> Content:
+    """Of each column the rows with accuracy, ECE and doubt; a dataset's columns share a rim."""
+    content = []
+    for column, rows in plots.items():
+        same = [p for c, p in plots.items() if c.rpartition("_")[0] == column.rpartition("_")[0]]
+        most = max(ece for plot in same for _, ece, _ in plot.values())
+        rim = next(r for r in (5, 10, 20, 30, 50, 100) if r >= min(100, 1.2 * most))
+        names = [row + "?" * doubted for row, (_, _, doubted) in rows.items()]
+        numbers = {"accuracy": [100 - e for e, *_ in rows.values()]}
+        numbers["ece"] = [ece for _, ece, _ in rows.values()]
+        content.append({"column": column, "rows": names, "rim": rim, **numbers})
+    return {"plots": content}
 
 
 def draw_radar(figure: Figure, content: Content) -> None:
@@ -486,7 +445,9 @@ def draw_radar(figure: Figure, content: Content) -> None:
     for place, plot in enumerate(plots):
         axes: Any = figure.add_subplot(deep, wide, place + 1, projection="polar")
         _draw_radar_plot(axes, plot)
-    draw_legend(figure, axes, 2)
+    if any(row.endswith("?") for plot in plots for row in plot["rows"]):
+        axes.plot([], [], " ", label=DOUBTED)
+    draw_legend(figure, axes, 3)
 
 
 def _draw_radar_plot(axes: Any, plot: Content) -> None:
@@ -495,11 +456,10 @@ def _draw_radar_plot(axes: Any, plot: Content) -> None:
     shapes = (("accuracy", plot["accuracy"], PALETTE[0], "-"), ("ECE", eces, PALETTE[1], "--"))
     for name, values, colour, dash in shapes:
         outline = [*angles, angles[0]], [*values, values[0]]
-        axes.plot(*outline, color=colour, ls=dash, label=name)
-        axes.fill(*outline, color=colour, alpha=0.15, lw=0)
+        axes.plot(*outline, color=colour, ls=dash, marker="o", ms=2.5, label=name, clip_on=False)
     names = plot["rows"]
-    if len({row.partition(" + ")[0] for row in names}) == 1:  # the method goes without saying
-        names = [row.partition(" + ")[2] or row for row in names]
+    if len({row.rstrip("?").partition(" + ")[0] for row in names}) == 1:
+        names = [row.partition(" + ")[2] or row for row in names]  # the method goes without saying
     numbers = zip(names, plot["accuracy"], plot["ece"], strict=True)
     axes.set_xticks(angles, [f"{n}\n{a:.1f} | {e:.1f}" for n, a, e in numbers], fontsize=6)
     for label, angle in zip(axes.get_xticklabels(), angles, strict=True):
@@ -510,7 +470,7 @@ def _draw_radar_plot(axes: Any, plot: Content) -> None:
     axes.set_yticks([25, 50, 75], [])
     axes.spines["polar"].set_color("0.7")
     axes.grid(color="0.85", lw=0.6)
-    axes.set_title(f"{plot['column']}\nrim: accuracy 100, ECE {plot['rim']}", fontsize=7)
+    axes.set_title(f"{plot['column']}\nrim: accuracy 100 %, ECE {plot['rim']} %", fontsize=7)
 
 
 class Drawing(NamedTuple):
@@ -536,7 +496,6 @@ FIGURES: Mapping[str, Drawing] = {
     "radar": Drawing(prepare_radar, draw_radar, published_radar, whole=True),
     "convergence": Drawing(prepare_convergence, draw_convergence),
     "ranks": Drawing(prepare_ranks, draw_ranks, published_ranks, whole=True),
-    "critical": Drawing(prepare_ranks, draw_critical, published_ranks, whole=True),
 }
 
 

@@ -65,23 +65,6 @@ def nemenyi(rows: int, settings: int, level: float = 0.95) -> float:
     return q * math.sqrt(rows * (rows + 1) / (6 * settings))
 
 
-def cliques(ranks: Mapping[str, float], distance: float) -> list[tuple[str, ...]]:
-    """Largest runs of neighbours that Nemenyi's distance cannot tell apart.
-
-    >>> cliques({"a": 1.0, "b": 1.5, "c": 3.0}, 1.6)
-    [('a', 'b'), ('b', 'c')]
-    """
-    order = sorted(ranks, key=lambda name: ranks[name])
-    joined: list[tuple[str, ...]] = []
-    reached = 0
-    for first, name in enumerate(order):
-        last = max(k for k, other in enumerate(order) if ranks[other] - ranks[name] < distance)
-        if last > first and last + 1 > reached:
-            joined.append(tuple(order[first : last + 1]))
-            reached = last + 1
-    return joined
-
-
 class Paired(NamedTuple):
     """A difference between two rows, seed by seed."""
 

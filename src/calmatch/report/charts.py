@@ -8,6 +8,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from calmatch import metrics
@@ -90,7 +92,7 @@ def prepare_reliability(log_probs: Tensor, labels: Tensor, bins: int = 15) -> di
     }
 
 
-def draw_reliability(axes: Axes, panel: dict[str, Any], title: str) -> None:
+def draw_reliability(axes: Axes, panel: dict[str, Any], title: str, size: float = 8) -> None:
     """Accuracy against confidence; bar strength shows how many images a bin has."""
     most = max(panel["count"])
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", zorder=3)
@@ -98,24 +100,33 @@ def draw_reliability(axes: Axes, panel: dict[str, Any], title: str) -> None:
         strength = 0.2 + 0.8 * (count / most) ** 0.5
         axes.bar(left, height, panel["width"], align="edge", color=PALETTE[0], alpha=strength, lw=0)
     accuracy = [a for a, full in zip(panel["accuracy"], panel["filled"], strict=True) if full]
-    axes.plot(panel["confidence"], accuracy, "o", color=PALETTE[1], ms=3.5, zorder=4)
-    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", ylabel="accuracy")
-    axes.set_aspect("equal")
-    axes.set_title(title, fontsize=9)
-    numbers = f"error {panel['error']:.1%}\nECE {panel['ece']:.1%}"
-    axes.text(0.04, 0.96, numbers, transform=axes.transAxes, va="top", fontsize=8)
+    dots = {"color": PALETTE[1], "ms": 0.4 * size, "zorder": 4, "clip_on": False}
+    axes.plot(panel["confidence"], accuracy, "o", **dots)
+    ticks = [0, 0.5, 1]
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks, aspect="equal")
+    axes.tick_params(labelsize=size)
+    axes.set_xlabel("confidence", fontsize=size)
+    axes.set_ylabel("accuracy", fontsize=size)
+    numbers = f"error {100 * panel['error']:.1f} %, ECE {100 * panel['ece']:.1f} %"
+    axes.set_title(f"{title}\n{numbers}", fontsize=size)
+
+
+def draw_reliability_legend(figure: Figure) -> None:
+    """What bars, dots and the line mean, below all panels."""
+    bar: Any = Patch(color=PALETTE[0], label="right answers (darker: more pictures)")
+    dot = Line2D([], [], color=PALETTE[1], marker="o", ls="", ms=3.5, label="a bin's mean")
+    line = Line2D([], [], color="0.6", ls="--", label="honest: below it is too sure")
+    figure.legend(handles=[bar, dot, line], loc="outside lower center", ncols=3, fontsize=7)
 
 
 def reliability_figure(runs: Sequence[Run]) -> Figure:
     """A reliability diagram of each run, side by side."""
-    with mpl.rc_context({"font.size": 9, **PLAIN_AXES}):
-        figure = Figure(figsize=(2.5 * len(runs), 2.9), layout="constrained")
+    with mpl.rc_context({"font.size": 9, "legend.frameon": False, **PLAIN_AXES}):
+        figure = Figure(figsize=(2.5 * len(runs), 3.1), layout="constrained")
         for place, run in enumerate(runs):
             axes = figure.add_subplot(1, len(runs), place + 1)
-            title = run.title.replace(" + ", "\n+ ") if " + " in run.title else f"{run.title}\n"
-            draw_reliability(axes, prepare_reliability(*run.predictions()), title)
-            if place:
-                axes.set_ylabel("")
+            draw_reliability(axes, prepare_reliability(*run.predictions()), run.title, size=9)
+        draw_reliability_legend(figure)
         return figure
 
 

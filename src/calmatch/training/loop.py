@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calmatch import console, files, metrics, ops, posthoc, runs
 from calmatch.console import SignalQueue, Stopped
-from calmatch.core import RandomStream
+from calmatch.core import Method, RandomStream
 from calmatch.data.batches import AugmentedSource, Source, stream_seed
 from calmatch.metrics import Interval
 from calmatch.model import write_model
@@ -21,7 +21,14 @@ from calmatch.runs import Predicted, Result, Run, Scaled
 from calmatch.training import checkpoint, nonfinite
 from calmatch.training.config import Config, check_config, selection_metric, without_seeds
 from calmatch.training.setup import Parts, describe_environment, deterministic
-from calmatch.training.step import Training, make_training, measure, new_training, predict
+from calmatch.training.step import (
+    Predictor,
+    Training,
+    make_training,
+    measure,
+    new_training,
+    predict,
+)
 
 RESAMPLES = 500  # of the bootstrap behind every interval
 
@@ -245,6 +252,9 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
     source, labels = parts.sets["test"]
     log_probs = predict(parts, source, config.eval_batch)
     arrays = {"log_probs": log_probs.numpy(), "labels": labels.numpy()}
+    if type(parts.method).predict is Method.predict:  # else they are no softmax of logits
+        logits = Predictor(parts, config.eval_batch, logits=True)(source)
+        arrays["mean_logit"] = logits.mean(1).numpy()  # what log-probabilities lose
     if config.fold:
         held, truth = parts.sets["validation"]
         held_log_probs = predict(parts, held, config.eval_batch).numpy()

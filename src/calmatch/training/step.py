@@ -159,8 +159,9 @@ class Predictor:
         *,
         bf16: bool = False,
         compiled: bool = False,
+        logits: bool = False,  # the network's own instead of the method's log-probabilities
     ) -> None:
-        self.net, self.method = net or parts.evaluated, parts.method
+        self.net, self.method, self.logits = net or parts.evaluated, parts.method, logits
         like = next(self.net.parameters())
         self.mean, self.std = (like.new_tensor(values) for values in parts.statistics)
         self.batch, self.bf16, self.compiled = batch, bf16, compiled
@@ -182,6 +183,8 @@ class Predictor:
     def _forward(self, pixels: Tensor) -> Tensor:
         images = augment.normalise(pixels, self.mean, self.std)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
+            if self.logits:
+                return self.net(images).logits.float()  # type: ignore[no-any-return]
             return self.method.predict(self.net, images).float()
 
 
