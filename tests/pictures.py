@@ -38,7 +38,9 @@ def save(image: torch.Tensor, path: Path) -> None:
 
 def options(root: Path, **changes: Any) -> FitOptions:
     """A fit of a second: the whole of a tiny network learns."""
-    settings: dict[str, Any] = {"net": "tiny", "steps": 20, "device": "cpu", "size": 16}
+    settings: dict[str, Any] = {"net": "tiny", "device": "cpu", "size": 16}
+    if not changes.get("frozen"):
+        settings["steps"] = 20
     return FitOptions(root, **settings | changes)
 
 

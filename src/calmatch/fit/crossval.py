@@ -6,7 +6,7 @@ batches, loop and evaluation are the ones of whole networks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,9 @@ from torch import Generator, Tensor, nn
 from calmatch import console, files, methods, metrics, posthoc
 from calmatch.core import Output, RandomStream, Transform
 from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
-from calmatch.runs import Run
+from calmatch.data.folder import ImageFolder
+from calmatch.data.images import Images
+from calmatch.runs import Result, Run
 from calmatch.training.config import Config
 from calmatch.training.loop import train, train_in_memory, train_together
 from calmatch.training.setup import Material, Parts, Sets, Statistics, assemble
@@ -132,6 +134,20 @@ class Calibration(NamedTuple):
     log_probs: Tensor  # [n, C], calibrated without each image's own label
     before: dict[str, metrics.Interval]
     after: dict[str, metrics.Interval]
+
+
+class Outcome(NamedTuple):
+    """What a fit learned, before it is written."""
+
+    own: ImageFolder
+    images: Images
+    base: Result  # without what the calibration says
+    held: HeldOut
+    calibration: Calibration
+    kept: str  # the candidate
+    scores: Mapping[str, float]  # of all candidates, by name
+    note: str  # how it was evaluated
+    logits: Tensor | None = None  # of all images, where they are known
 
 
 def calibrate(

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from calmatch import augment, methods, nets, ops, spec
+from calmatch import augment, files, methods, nets, ops, spec
 from calmatch.core import Method
 from calmatch.data.batches import folds
 from calmatch.data.folder import ImageFolder
-from calmatch.data.images import Images, take_images
-from calmatch.fit.portfolio import Extractor, time_image
-from calmatch.options import FitOptions
+from calmatch.data.images import ImageFiles, Images, take_images
+from calmatch.fit.portfolio import FITS, Extractor, time_image, time_student
+from calmatch.fit.portfolio import MOST as MOST_SEEN
+from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
 from calmatch.training.config import Config, check_config
 from calmatch.training.setup import build_parts
 from calmatch.training.step import make_training
@@ -25,13 +29,37 @@ from calmatch.training.step import make_training
 METHOD = "freematch"  # of a whole network
 PENALTY = "margin(cap=0.98)"
 MOST_TTA, CPU_TTA = 12, 5  # views of an image whose features are averaged
+STRONG = f"{DINO}(pretrained=True, img_size=224)"
 PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
-FEATURES_SHARE = 0.5  # of the minutes, for features; predicting at the end takes about as long
+WRITING = 5.0  # seconds for calibration, files and the page
 SMALLEST_SIZE = 96  # pixels, below which a pretrained network sees too little
 HOLD_FROM = 200  # labels from which some are held out when the whole network learns
 FEWEST, MOST = 60, 5000  # steps of a whole network
 MOST_PRETRAINED = 2000  # after more, fold models with fewer labels mislead (research/log.md)
 COMPILE_FROM = 2000  # steps from which compiling, a minute of a GPU, is expected to pay
+
+
+class Job(NamedTuple):
+    """What is asked, of which images, by which network."""
+
+    options: FitOptions
+    folder: Path
+    listed: ImageFolder
+    net: str
+    notes: tuple[str, ...]
+    earlier: Mapping[str, Any] | None  # the plan of an interrupted fit
+    digest: str  # of images and labels
+    began: float  # by time.monotonic
+
+    def save(self, plan: Any) -> None:
+        """What is decided, so that the fit can be continued."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"options": self.options.dump(), "plan": plan, "digest": self.digest}
+        files.write_json(self.folder / "fit.json", content)
+
+    def seconds_left(self) -> float:
+        """Of the minutes."""
+        return 60 * self.options.minutes - (time.monotonic() - self.began)
 
 
 def check_options(options: FitOptions) -> None:
@@ -65,10 +93,19 @@ def choose_network(options: FitOptions, device: torch.device) -> tuple[str, bool
         return options.net or "", False, []
     if options.net is not None:
         item = spec.parse(options.net)
-        ready = item.name in nets.LITE and item.kwargs.get("pretrained", True)
-        return options.net, bool(ready or item.kwargs.get("pretrained")), []
+        if item.name.startswith("timm."):  # pretrained unless that is declined
+            item.kwargs.setdefault("pretrained", True)
+        ready = bool(item.kwargs.get("pretrained", item.name in nets.LITE))
+        if item.kwargs.get("pretrained") is True and not _can_be_had(item.name):
+            raise ValueError(
+                f"The weights of {item.name} are not here, and {HUB} does not answer; name a file, "
+                f"{item.name}(pretrained='FILE'), or another network of `calmatch nets`."
+            )
+        return spec.write(item), ready, []
     reason = ""
-    for text in PRETRAINED:
+    for text in (STRONG, *PRETRAINED) if device.type == "cuda" else PRETRAINED:
+        if not _can_be_had(spec.parse(text).name):
+            continue
         try:
             nets.build(text, 2, 64)
             return text, True, []
@@ -77,6 +114,24 @@ def choose_network(options: FitOptions, device: torch.device) -> tuple[str, bool
     fresh = "wrn_28_2" if device.type == "cuda" else "small(width=16)"
     note = f"No pretrained network can be had: a small one ({fresh}) learns from scratch, which "
     return fresh, False, [f"{note}needs many more pictures. {reason}"]
+
+
+def _can_be_had(name: str) -> bool:
+    """Whether weights are here or can be fetched; nothing waits for a hub that does not answer."""
+    return not name.startswith("timm.") or bool(weights_here(name)) or hub_answers()
+
+
+def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
+    """An option that would do nothing is a mistake."""
+    if not frozen:
+        return
+    idle = [name for name in ("weak", "strong") if getattr(options, name) is not None]
+    if options.method is None:
+        names = ("penalty", "steps", "batch")
+        idle += [name for name in names if getattr(options, name) is not None]
+    if idle:
+        more = "--no-frozen" if idle[0] in ("weak", "strong") else "--method NAME or --no-frozen"
+        raise ValueError(f"--{idle[0]} does nothing while the network is frozen; add {more}.")
 
 
 def choose_penalty(asked: str | None) -> str:
@@ -102,30 +157,59 @@ def dataset_spec(
     return spec.write(spec.Spec("pictures", (), arguments))
 
 
-def plan_features(
-    options: FitOptions, extractor: Extractor, images: int, grey: bool
-) -> dict[str, Any]:
-    """The size and views of a frozen network that the minutes allow: its own size first."""
-    own = extractor.size
-    allowed = 60 * options.minutes * FEATURES_SHARE
-    seconds = time_image(extractor) * images
-    size = own
-    if options.size is None and not extractor.fixed:
-        while seconds * (size / own) ** 2 > allowed and size > SMALLEST_SIZE:
-            size = max(SMALLEST_SIZE, size - 32)
+def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
+    """Views, size and number of images that the minutes allow, and what is dropped for them.
+
+    First goes what the teachers do not see anyway, then views, then size, then unlabelled images.
+    """
+    options, own = job.options, extractor.size
+    labels, everything = len(job.listed.known), len(job.listed.names)
+    reading, showing = time_decoding(job.listed, own), time_image(extractor)
+    student = time_student(min(everything, MOST_SEEN), len(job.listed.classes))
     most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else CPU_TTA)
-    views = augment.tta_views(most, size, flip=not grey, larger=not extractor.fixed)
-    while options.tta is None and len(views) > 1:
-        if seconds * sum((view.size / own) ** 2 for view in views) <= allowed:
-            break
+    views = augment.tta_views(most, own, flip=not grey, larger=not extractor.fixed)
+    wanted, size, number = len(views), own, everything
+
+    def fits() -> bool:
+        area = sum((view.size / own) ** 2 for view in views)
+        seen = min(number, MOST_SEEN) / min(everything, MOST_SEEN)
+        seconds = number * (reading + showing * area) + FITS * student * seen
+        return seconds <= job.seconds_left() - WRITING
+
+    def drop(kept: int) -> int:
+        return max(labels, min(number, kept))
+
+    if not fits():
+        number = drop(labels + MOST_SEEN)
+    while options.tta is None and len(views) > 1 and not fits():
         views.pop()
+    while options.size is None and not extractor.fixed and size > SMALLEST_SIZE and not fits():
+        size = max(SMALLEST_SIZE, size - 32)
+        views = [view._replace(size=size) for view in views]
+    while number > labels and not fits():
+        number = drop(number * 4 // 5 if number > labels + 50 else labels)
     shown = f"in {len(views)} views" if len(views) > 1 else "in one view"
     note = f"Pictures are shown to {extractor.net} at {size} px, {shown}."
     if grey:
         note += " They are grey, so none is mirrored: a mirrored letter is another one."
-    if size < own:
-        note += f" Its own size is {own} px; --minutes allows more."
-    return {"views": [list(view) for view in views], "note": note}
+    dropped = [f"{wanted - len(views)} of {wanted} views"] if len(views) < wanted else []
+    dropped += [f"{own - size} of {own} px"] if size < own else []
+    dropped += [f"{everything - number:,} unlabelled pictures"] if number < everything else []
+    if dropped:
+        note += f" For --minutes {options.minutes:g} it does without {', '.join(dropped)}."
+    if not fits():
+        note += " Even so it will take longer."
+    return {"views": [list(view) for view in views], "note": note, "images": number}
+
+
+def time_decoding(listed: ImageFolder, size: int, sample: int = 8) -> float:
+    """Seconds of one image, by some of them; threads share the work."""
+    names = listed.names[:: max(1, len(listed.names) // sample)][:sample]
+    some, began = ImageFiles(listed.root, names, size, squash=True), time.perf_counter()
+    for place in range(len(names)):
+        with contextlib.suppress(ValueError):
+            some.image(place)
+    return (time.perf_counter() - began) / len(names) / (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -170,8 +254,10 @@ def read_plan(entries: Any, options: FitOptions, folder: Path) -> FitPlan:
     return plan
 
 
-def make_plan(options: FitOptions, own: ImageFolder, images: Images, size: int) -> FitPlan:
-    """Look at the images, measure a few steps, decide."""
+def make_plan(
+    options: FitOptions, own: ImageFolder, images: Images, size: int, allowed: float
+) -> FitPlan:
+    """Look at the images, measure a few steps, decide what can be done in the seconds allowed."""
     device = ops.pick_device(options.device)
     net = str(options.net)
     item = spec.parse(net)
@@ -208,7 +294,10 @@ def make_plan(options: FitOptions, own: ImageFolder, images: Images, size: int) 
     steps = []
     for alone, share in ((False, 0.5), (True, 0.15)):
         seconds = _time_step(whole_network_config(options, plan, alone))
-        steps.append(int(share * 60 * options.minutes / (1 + len(parts)) / seconds))
+        steps.append(int(share * allowed / (1 + len(parts)) / seconds))
+    if min(steps) < FEWEST:
+        late = f"In {options.minutes:g} minutes the network cannot learn: it takes {FEWEST} steps, "
+        plan = dataclasses.replace(plan, notes=(*plan.notes, f"{late}which last longer."))
     steps = [min(most, max(FEWEST, number)) for number in steps]
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 

@@ -23,7 +23,7 @@ from scipy import sparse
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from calmatch import augment, console, nets, ops
+from calmatch import augment, console, nets, ops, spec
 from calmatch.data import images as stored
 from calmatch.data.images import Images, compute_ordered
 from calmatch.nets import fuse
@@ -213,6 +213,7 @@ def fit_linear(inputs: Array, targets: Array, decay: float, rounds: int = 60) ->
 
 
 FOLDS, REPEATS, HALVINGS = 4, 2, 4
+FITS = 1 + FOLDS * (REPEATS + 1) + 2 * HALVINGS  # of all candidates
 STRENGTHS = np.logspace(-4, 0, 5)  # C of logistic regression
 
 
@@ -227,6 +228,8 @@ class Candidate(NamedTuple):
     rows: NDArray[np.int64]  # [n] in the pool
     fitted: FewLabelTemperature
     error: Estimate  # with the ends of its 95 % interval
+    agreement: float | None = None  # of students of disjoint halves, on unlabelled images
+    network: nn.Module | None = None  # whose layers all learned; None: the extractor's own
 
     @property
     def temperature(self) -> float:
@@ -252,7 +255,7 @@ def fit_transductive(
     free = free if len(free) else rows
     probs, places = [], []
     for repeat in range(REPEATS):
-        fold = _folds_of(labels, repeat)
+        fold = folds_of(labels, repeat)
         for number in range(FOLDS):
             out = np.flatnonzero(fold == number)
             if len(out):
@@ -271,10 +274,10 @@ def fit_transductive(
         agreements.append((guesses[0] == guesses[1]).mean())
     pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
     agreement = float(np.mean(agreements))
-    return _evaluated("transductive", weights, True, probs, places, rows, labels, pool, agreement)
+    return evaluated("transductive", weights, True, probs, places, rows, labels, pool, agreement)
 
 
-def _evaluated(
+def evaluated(
     name: str,
     weights: Array,
     embedded: bool,
@@ -296,7 +299,8 @@ def _evaluated(
     )
     error = few_label_error(fitted, free, out, y, repeats=repeats)
     mean = np.stack([held[place == k].mean(0) for k in once])
-    return Candidate(name, weights, embedded, _log(mean), labels[once], rows[once], fitted, error)
+    known = _log(mean), labels[once], rows[once]
+    return Candidate(name, weights, embedded, *known, fitted, error, agreement)
 
 
 def _log(probs: Array) -> Array:
@@ -313,7 +317,7 @@ def fit_logistic(
     basis = np.linalg.qr(inputs[rows].T)[0]  # where the weights lie, whatever their decay
     inputs = inputs @ basis
     targets = np.eye(classes, dtype=np.float32)[labels]
-    fold = _folds_of(labels, 0)
+    fold = folds_of(labels, 0)
     probs: dict[float, list[Array]] = {float(c): [] for c in STRENGTHS}
     places = []
     for number in range(FOLDS):
@@ -336,7 +340,7 @@ def fit_logistic(
     pool = softmax(inputs[free if len(free) else rows] @ weights[:-1] + weights[-1])
     folded = np.concatenate([basis @ weights[:-1] / std[:, None], weights[-1:]])
     folded[-1] -= mean @ folded[:-1]
-    return _evaluated(
+    return evaluated(
         "logistic regression", folded, False, probs[best], places, rows, labels, pool, None
     )
 
@@ -355,7 +359,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def _folds_of(labels: NDArray[Any], seed: int) -> NDArray[np.int64]:
+def folds_of(labels: NDArray[Any], seed: int) -> NDArray[np.int64]:
     """Stratified folds; a class of one label is never held out (-1), small ones start anywhere."""
     random, fold = np.random.default_rng(seed), np.full(len(labels), -1)
     for c in np.unique(labels):
@@ -423,6 +427,47 @@ def load_extractor(net: str, size: int | None, device: torch.device) -> Extracto
     return Extractor(net, body, quick, size, own.mean, own.std, own.fixed, views, device)
 
 
+def join_head(
+    extractor: Extractor, embedding: Embedding, weights: Array, embedded: bool, classes: int
+) -> tuple[str, nn.Module]:
+    """The network with a new last layer, on the embedding or on its plain features; its spec."""
+    item = spec.parse(extractor.net)
+    kept = {k: v for k, v in item.kwargs.items() if not isinstance(v, str) or k != "pretrained"}
+    net = spec.write(item._replace(kwargs=kept))  # without the file of --from
+    if embedded:
+        width = embedding.components[-1]
+        settings = {"on": net, "size": extractor.size, "width": width}
+        net = spec.write(spec.Spec("embedded", (), settings))
+        body: Any = nets.build(net, classes, extractor.size)
+        _copy_weights(extractor.body, body.body)
+        state = {
+            "stage_mean": embedding.stage_mean,
+            "stage_scale": embedding.stage_scale,
+            "stage_weight": np.float32(embedding.stage_weight),
+            "mean": embedding.mean,
+            "axes": embedding.axes[:, :width],
+            "scale": embedding.scale(width),
+        }
+        for name, value in state.items():
+            body.get_buffer(name).copy_(torch.as_tensor(np.asarray(value)))
+        last = body.head
+    else:
+        body = nets.build(net, classes, extractor.size)
+        _copy_weights(extractor.body, body)
+        last = nets.classifier(body, len(weights) - 1, classes)
+    with torch.no_grad():
+        last.weight.copy_(torch.from_numpy(weights[:-1].T))
+        last.bias.copy_(torch.from_numpy(weights[-1]))
+    return net, body
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """All but the classifier, which is for other classes."""
+    own = target.state_dict()
+    state = source.state_dict().items()
+    target.load_state_dict({k: v for k, v in state if own[k].shape == v.shape}, strict=False)
+
+
 def time_image(extractor: Extractor, images: int = 16) -> float:
     """Seconds of one plain view of one image."""
     size = extractor.size
@@ -433,6 +478,17 @@ def time_image(extractor: Extractor, images: int = 16) -> float:
         extractor(pixels).sum().item()
         seconds = time.perf_counter() - began
     return seconds / images
+
+
+def time_student(images: int, classes: int, rounds: int = 4) -> float:
+    """Seconds of one student: rounds of its regression are timed, its teachers cost as much."""
+    inputs = np.ones((images, COMPONENTS[-1]), np.float32)
+    targets = np.full((images, classes), 1 / classes, np.float32)
+    inputs += np.random.default_rng(0).normal(size=inputs.shape).astype(np.float32)
+    targets[:, 0] += inputs[:, 0]
+    began = time.perf_counter()
+    fit_linear(inputs, targets, DECAY, rounds)
+    return (time.perf_counter() - began) * 2 * 60 / rounds
 
 
 def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:

@@ -6,13 +6,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from calmatch import console
 from calmatch.data.folder import ImageFolder
 from calmatch.fit.crossval import Calibration, HeldOut
 from calmatch.fit.portfolio import Candidate
 from calmatch.runs import Predicted, Run, most_informative, probabilities
 
+STAGES = ("reading pictures", "planning", "learning", "evaluating", "calibrating and writing")
 SHOWN = 5
 FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
+
+
+def show_stage(number: int, quiet: bool) -> None:
+    """Where a fit is."""
+    console.message(f"{number}/{len(STAGES)} {STAGES[number - 1]}", quiet)
 
 
 def describe_candidates(candidates: Sequence[Candidate], best: Candidate) -> list[str]:

@@ -99,8 +99,10 @@ def input_of(net: nn.Module) -> Input:
     config = getattr(getattr(net, "model", None), "pretrained_cfg", None) or {}
     if "mean" not in config:
         return Input(64, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    fixed = bool(config.get("fixed_input_size", False))
-    return Input(config["input_size"][-1], tuple(config["mean"]), tuple(config["std"]), fixed)
+    fixed, size = bool(config.get("fixed_input_size", False)), config["input_size"][-1]
+    if fixed:  # a transformer may be built for another size than it was pretrained at
+        size = getattr(getattr(net.model, "patch_embed", None), "img_size", [size])[-1]
+    return Input(size, tuple(config["mean"]), tuple(config["std"]), fixed)
 
 
 def batch_size(device: torch.device) -> int:

@@ -1,8 +1,10 @@
 """A run's result in sentences and console tables."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -10,9 +12,11 @@ from rich.table import Table
 
 from calmatch.console import visible
 from calmatch.metrics import Interval, wilson
-from calmatch.report.summary import Predictions, percent
+from calmatch.predict import Checked
+from calmatch.report.summary import Predictions, make_predictions, percent, reliability_bins
 from calmatch.runs import Run
 
+WORST = 10  # mistakes that are named
 EVALUATED_ON = {
     "test": "test pictures",
     "crossfit": "labelled pictures, out of fold: each by a model that did not see its label",
@@ -207,6 +211,43 @@ def _table_title(run: Run) -> str:
         f"{images['test']:,} test pictures; seed {run.config.seed}, {averaged}weights of step "
         f"{result.step:,} of {result.steps:,}{best}"
     )
+
+
+def print_checked(
+    checked: Checked, values: Mapping[str, Interval], *, as_json: bool, intervals: bool
+) -> None:
+    """Metrics, reliability and the worst mistakes of predictions beside the truth."""
+    probs, y = torch.from_numpy(checked.probs), torch.from_numpy(checked.labels)
+    preds = make_predictions(probs.log(), y)
+    bins = [row for row in reliability_bins(preds, 10) if row["n"]]
+    wrong = [k for k in preds.confidence.argsort(descending=True).tolist() if not preds.right[k]]
+    mistakes = [
+        {
+            "file": checked.files[k],
+            "label": checked.classes[int(preds.guess[k])],
+            "truth": checked.classes[int(y[k])],
+            "confidence": float(preds.confidence[k]),
+        }
+        for k in wrong[:WORST]
+    ]
+    if as_json:
+        shown = {name: item._asdict() for name, item in values.items()}
+        print(json.dumps({**shown, "reliability": bins, "mistakes": mistakes}))
+        return
+    print_metrics(values, len(y), intervals)
+    table = Table("confidence", "pictures", "right", "95 % interval", box=SIMPLE_HEAD)
+    for row in bins:
+        cells = (f"{row['left']:.1f} to {row['right']:.1f}", f"{row['n']:,}")
+        ends = f"{row['low']:.0%} to {row['high']:.0%}"
+        table.add_row(*cells, f"{row['accuracy']:.0%}", ends)
+    console = Console(highlight=False)
+    console.print(table)
+    lines = [
+        f"  {one['file']}: {one['label']} at {one['confidence']:.0%}, in truth {one['truth']}"
+        for one in mistakes
+    ]
+    verdict = "Its surest mistakes:" if lines else "It made no mistake."
+    console.print(visible("\n".join([verdict, *lines])), markup=False, soft_wrap=True)
 
 
 def print_metrics(values: Mapping[str, Interval], number: int, intervals: bool = True) -> None:

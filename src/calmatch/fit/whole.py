@@ -1,0 +1,351 @@
+"""All layers learn: by a method from pictures, or after the student, as one more candidate."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Generator, Tensor, nn
+
+from calmatch import augment, console, files, spec
+from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
+from calmatch.data.images import Images, take_images
+from calmatch.fit import portfolio, text
+from calmatch.fit.crossval import (
+    HeldOut,
+    Outcome,
+    calibrate,
+    count_folds,
+    log_loss,
+    train_fold_models,
+)
+from calmatch.fit.plan import (
+    FitPlan,
+    Job,
+    choose_views,
+    make_plan,
+    read_plan,
+    whole_network_config,
+)
+from calmatch.model import load_model
+from calmatch.options import FitOptions
+from calmatch.runs import load_run
+from calmatch.training.config import Config
+from calmatch.training.loop import train
+
+FEW_STEPS, MOST_STEPS = 60, 400  # of one refinement
+LABELLED, UNLABELLED = 32, 64  # images a step
+BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
+
+
+class Trained(NamedTuple):
+    """A whole network that learned in one of two ways, and what held-out labels say of it."""
+
+    name: str
+    config: Config  # of the final run
+    held: HeldOut
+
+
+def fit_whole(job: Job, size: int | None) -> Outcome:
+    """The whole network learns, on labelled and unlabelled images, or on the labels alone."""
+    options, folder, listed = job.options, job.folder, job.listed
+    quiet, options = options.quiet, dataclasses.replace(options, net=job.net)
+    fitting, side = fitting_size(listed)
+    size = size or fitting
+    with console.ProgressBar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
+        images, own = decode_folder(listed, size, options.strict, bar)
+    console.message(text.describe_folder(own, side), quiet)
+    text.show_stage(2, quiet)
+    if job.earlier:
+        plan = read_plan(job.earlier, options, folder)
+    else:
+        plan = make_plan(options, own, images, size, job.seconds_left())
+        plan = dataclasses.replace(plan, notes=(*job.notes, *plan.notes))
+        job.save(dataclasses.asdict(plan))
+    for note in (*own.notes, *plan.notes):
+        console.message(f"  {note}", quiet)
+    text.show_stage(3, quiet)
+    supervised = options.method is not None and spec.parse(options.method).name == "supervised"
+    ways = (True,) if supervised else (False, True)
+    while True:
+        try:
+            tried = [_train_way(options, plan, own, folder, alone) for alone in ways]
+            best = min(tried, key=lambda one: log_loss(one.held))
+            text.show_stage(4, quiet)
+            for one in tried:
+                wrong = float((one.held.log_probs.argmax(1) != one.held.labels).double().mean())
+                kept = ", kept" if one is best and len(tried) > 1 else ""
+                loss = log_loss(one.held)
+                line = f"  {one.name}: {wrong:.1%} wrong, log-loss {loss:.3f}{kept}"
+                console.message(line, quiet)
+            _adopt_run(folder / "work" / best.name / "all", folder)
+            break
+        except (RuntimeError, MemoryError) as error:
+            if not console.is_out_of_memory(error):
+                raise
+        plan = _halve_batch(job, plan)  # the error, which held tensors, is gone
+    text.show_stage(5, quiet)
+    base = load_run(folder).result
+    base = dataclasses.replace(
+        base,
+        best_on_test=None,  # the labels that were learned from stood in for a test set
+        temperature_scaled={},
+        notes=(*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes),
+    )
+    scores = {one.name: log_loss(one.held) for one in tried}
+    note = "Each evaluated label was predicted by a fold model that had not seen it."
+    if not best.held.crossfit:
+        note = "The evaluated labels were held out: the model has not seen them."
+    held = best.held
+    return Outcome(own, images, base, held, calibrate(held), best.name, scores, note)
+
+
+def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[FitOptions, bool]:
+    """With --from: the network that starts with a model's weights, and whether it stays frozen.
+
+    A model that `fit` made on a frozen network goes on with that network's own weights.
+    """
+    assert options.start is not None
+    model = load_model(options.start, trust=options.trust)
+    gone = [name for name in model.classes if name not in listed.classes]
+    if gone:
+        raise ValueError(
+            f"{options.start} also knows {', '.join(map(repr, gone[:5]))}, which no label here "
+            f"names; add a few labelled pictures of it, or the new model would forget it."
+        )
+    target = folder / "work" / "start.safetensors"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    item = spec.parse(model.note["net"])
+    body: Any = model.network.net.body
+    frozen, size = item.name == "embedded" and options.freeze is not False, model.size
+    if frozen:
+        size, item = item.kwargs["size"], spec.parse(item.kwargs["on"])
+        body = body.body
+    state = {k: v.contiguous() for k, v in body.state_dict().items()}
+    files.write(target, safetensors.torch.save(state))
+    settings = {k: v for k, v in item.kwargs.items() if k != "pretrained"}
+    net = spec.write(item._replace(kwargs={**settings, "pretrained": str(target.resolve())}))
+    return dataclasses.replace(options, net=net, size=options.size or size), frozen
+
+
+def _train_way(
+    options: FitOptions, plan: FitPlan, own: ImageFolder, folder: Path, alone: bool
+) -> Trained:
+    """Train the network on all labels (or all but those held out), and evaluate it."""
+    name, quiet = "labels-alone" if alone else "all-pictures", options.quiet
+    under, config = folder / "work" / name, whole_network_config(options, plan, alone)
+    console.message(f"  {name}", quiet)
+    rows = arrange_rows(own, plan.hold, plan.most, options.seed)
+    with console.silence():
+        run = train(config, under / "all", quiet=quiet)
+        if plan.hold:
+            log_probs, labels = run.predictions()
+            return Trained(name, config, HeldOut(log_probs, labels, rows.held, 0))
+        number = count_folds(own.known, config.split_seed)
+        held = train_fold_models(config, under, number, quiet=quiet)
+    return Trained(name, config, held._replace(rows=[rows.train[row] for row in held.rows]))
+
+
+def _adopt_run(trained: Path, folder: Path) -> None:
+    """Make a finished run the fit's own; its result comes last, whole."""
+    done = "result.json"
+    left = shutil.ignore_patterns(done, ".lock", "checkpoint")
+    shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=left)
+    files.write(folder / done, files.read_bytes(trained / done))
+
+
+def _halve_batch(job: Job, plan: FitPlan) -> FitPlan:
+    """After the device ran out of memory: half the batch, and what was trained is dropped."""
+    if plan.batch < 2:
+        raise ValueError("The device has too little memory even for one picture; use --device cpu.")
+    console.free_device_memory()
+    plan = dataclasses.replace(plan, batch=plan.batch // 2)
+    console.message(
+        f"The device's memory is full; trying again with batches of {plan.batch}.",
+        job.options.quiet,
+    )
+    job.save(dataclasses.asdict(plan))
+    for name in ("work/all-pictures", "work/labels-alone"):
+        shutil.rmtree(job.folder / name, ignore_errors=True)
+    return plan
+
+
+def can_refine(job: Job, device: torch.device) -> bool:
+    """Whether the whole network is tried after the student: only a GPU is quick enough."""
+    options = job.options
+    return device.type == "cuda" and options.freeze is None and options.method is None
+
+
+@dataclasses.dataclass
+class Refinement:
+    """Fine-tuning from the student's head: its predictions of unlabelled images are the targets.
+
+    BatchNorm keeps its statistics: with a batch's own the head would see other features than it
+    was made for. Every fold starts from a student that did not see that fold's labels either.
+    """
+
+    job: Job
+    extractor: portfolio.Extractor
+    embedding: portfolio.Embedding
+    teachers: portfolio.Teachers
+    images: Images  # those that the teachers saw
+    labelled: Any  # [n] their rows
+    labels: Any  # [n]
+    student: portfolio.Candidate
+    steps: int = 0  # 0: as many as time allows
+
+    def candidate(self) -> portfolio.Candidate | None:
+        """The refined network with its out-of-fold predictions; None where time is too short."""
+        steps = self.steps or self._affordable_steps()
+        if steps < min(FEW_STEPS, self.steps or FEW_STEPS):
+            return None
+        fold = portfolio.folds_of(self.labels, 0)
+        probs, places, quiet = [], [], self.job.options.quiet
+        total = (portfolio.FOLDS + 1) * steps
+        with console.ProgressBar("whole network", total, 0, quiet) as bar:
+            for number in range(portfolio.FOLDS):
+                if len(out := np.flatnonzero(fold == number)):
+                    probs.append(self._predict_fold(fold, number, steps, bar))
+                    places.append(out)
+            weights = self.student.weights
+            network = self._cached("all", lambda: self._refine(weights, self.labels, steps, bar))
+        logits = self.predict(network, self.images)
+        free = np.setdiff1d(np.arange(len(self.images)), self.labelled)
+        pool = portfolio.softmax(logits[free if len(free) else self.labelled])
+        evaluated = portfolio.evaluated(
+            "whole network", weights, True, probs, places, self.labelled, self.labels, pool,
+            self.student.agreement,
+        )  # fmt: skip
+        return evaluated._replace(network=network)
+
+    def _affordable_steps(self) -> int:
+        """By the time of a few steps; half of what is left is for everything else."""
+        network, began = self._network(self.student.weights), 0.0
+        for few in (2, 6):  # the first time is slower
+            began = time.perf_counter()
+            self._train(network, self.student.weights, self.labels, few, None)
+        seconds = (time.perf_counter() - began) / 6
+        steps = int(0.5 * self.job.seconds_left() / (portfolio.FOLDS + 1) / seconds)
+        return min(MOST_STEPS, steps)
+
+    def _predict_fold(self, fold: Any, number: int, steps: int, bar: Any) -> Any:
+        out, rest = np.flatnonzero(fold == number), fold != number
+        path = self._path(f"fold{number}")
+        if path.exists():
+            bar.advance(steps)
+            return safetensors.torch.load_file(path)["probs"].numpy()
+        known = np.where(rest, self.labels, -1)
+        weights = self.teachers.student(self.labelled[rest], self.labels[rest])
+        network = self._refine(weights, known, steps, bar)
+        probs = portfolio.softmax(self.predict(network, self._some(self.labelled[out])))
+        files.write(path, safetensors.torch.save({"probs": torch.from_numpy(probs)}))
+        return probs
+
+    def _path(self, name: str) -> Path:
+        folder = self.job.folder / "work" / "refined"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.safetensors"
+
+    def _cached(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
+        """A network of an interrupted fit, or a new one, which is kept."""
+        path = self._path(name)
+        if path.exists():
+            network = self._network(self.student.weights)
+            network.load_state_dict(safetensors.torch.load_file(path))
+            return network
+        network = make()
+        state = {k: v.cpu().contiguous() for k, v in network.state_dict().items()}
+        files.write(path, safetensors.torch.save(state))
+        return network
+
+    def _network(self, weights: Any) -> nn.Module:
+        classes = self.teachers.classes
+        _, network = portfolio.join_head(self.extractor, self.embedding, weights, True, classes)
+        return network.to(self.extractor.device).eval()
+
+    def _refine(self, weights: Any, known: Any, steps: int, bar: Any) -> nn.Module:
+        network = self._network(weights)
+        self._train(network, weights, known, steps, bar)
+        return network
+
+    def _train(self, network: nn.Module, weights: Any, known: Any, steps: int, bar: Any) -> None:
+        """AdamW on labels and on the student's predictions; averaged weights are left in it."""
+        device, inputs = self.extractor.device, self.teachers.inputs
+        logits = inputs @ weights[:-1] + weights[-1]
+        targets = portfolio.softmax(logits / self.student.temperature)
+        own, y = self.labelled[known >= 0], known[known >= 0]
+        targets[own] = np.eye(targets.shape[1], dtype=np.float32)[y]
+        free = np.setdiff1d(np.arange(len(inputs)), own)
+        random = np.random.default_rng(self.job.options.seed)
+        chance = Generator(device).manual_seed(self.job.options.seed)
+        weak, strong, _ = choose_views(self.job.options, self.extractor.size, self._grey)
+        views = augment.pipeline(weak), augment.pipeline(strong)
+        network.requires_grad_(True)
+        head = list(network.get_submodule("head").parameters())
+        body = list(network.get_submodule("body").parameters())
+        groups = [{"params": body, "lr": BODY_RATE}, {"params": head, "lr": HEAD_RATE}]
+        optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, [BODY_RATE, HEAD_RATE], total_steps=steps + 1, pct_start=0.1
+        )
+        average = copy.deepcopy(network).requires_grad_(False)
+        for _ in range(steps):
+            rows = [random.choice(own, min(LABELLED, len(own)), replace=False)]
+            if len(free):
+                rows.append(random.choice(free, min(UNLABELLED, len(free)), replace=False))
+            pairs = zip(views, rows, strict=False)  # there may be no unlabelled ones
+            shown = [view(self._pixels(some), chance) for view, some in pairs]
+            target = torch.from_numpy(targets[np.concatenate(rows)]).to(device)
+            weight = torch.cat([torch.full((len(some),), 1 / len(some)) for some in rows])
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                answers = network(self._normalise(torch.cat(shown))).logits.float()
+            loss = -(target * answers.log_softmax(1)).sum(1) @ weight.to(device)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                for mean, now in zip(average.parameters(), network.parameters(), strict=True):
+                    mean.lerp_(now, 1 - MOMENTUM)
+            if bar is not None:
+                bar.advance(1)
+        network.load_state_dict(average.state_dict())
+        network.requires_grad_(False)
+
+    @property
+    def _grey(self) -> bool:
+        return not any(view.flipped for view in self.extractor.views.views)
+
+    def _pixels(self, rows: Any) -> Tensor:
+        """The plain view of some images, as bytes on the device."""
+        size, source = self.extractor.size, self.extractor.views.source
+        pixels = self._some(rows).to(self.extractor.device)
+        plain = augment.Views([augment.View(size)], source).to(self.extractor.device)
+        shown: Tensor = plain(pixels)[0]
+        return shown.round().byte()
+
+    def _normalise(self, pixels: Tensor) -> Tensor:
+        own = self.extractor.mean, self.extractor.std
+        mean, std = (torch.tensor(values, device=pixels.device) for values in own)
+        return augment.normalise(pixels, mean, std)
+
+    def _some(self, rows: Any) -> Tensor:
+        return take_images(self.images, torch.from_numpy(rows))
+
+    @torch.inference_mode()
+    def predict(self, network: Any, images: Images) -> Any:
+        """Logits of images, by the mean features of all views."""
+        parts = []
+        for rows in torch.arange(len(images)).split(64):
+            pixels = take_images(images, rows).to(self.extractor.device)
+            shown = [self._normalise(view) for view in self.extractor.views(pixels)]
+            parts.append(network.forward_views(shown).logits.float().cpu())
+        return torch.cat(parts).numpy()
