@@ -208,7 +208,7 @@ class Objective(nn.Module):
         return parts | plan.extra, plan
 
     def statistics(self, plan: Plan, batch: Batch) -> dict[str, Tensor]:
-        """Per-step means and counts; `checkpoint.Sums` turns their sums into shares."""
+        """Per-step means and counts; `training.step.Sums` turns their sums into shares."""
         if plan.unlabelled is None:
             return {"gap": _gap(plan.labelled.logits)}
         term = Term(*(part.detach() for part in plan.unlabelled))

@@ -1,11 +1,9 @@
 """calmatch.Classifier: the same for arrays, as a scikit-learn estimator (y == -1: unlabelled)."""
 
-from __future__ import annotations
-
 import csv
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,15 +15,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from calmatch import methods, posthoc
-from calmatch.fit import fit
-from calmatch.fit.crossval import (
-    cautious_temperature,
-    cross_validate,
-    freeze_vectors,
-    head_weights,
-    log_loss,
-)
+from calmatch import fit, methods, posthoc
+from calmatch.fit import crossval
 from calmatch.fit.plan import METHOD, choose_penalty
 from calmatch.model import Model, load_model
 from calmatch.options import FitOptions
@@ -82,7 +73,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.minutes = minutes
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any) -> Classifier:  # noqa: N803
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         """Learn from labelled and unlabelled rows."""
         if y is None:
             raise ValueError("Classifier requires y to be passed, but the target y is None.")
@@ -105,9 +96,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X, y = validate_data(self, X, y, dtype=kinds, ensure_min_samples=2)  # noqa: N806
         ids = self._ids(np.asarray(y))
         state = self.random_state
-        self.seed_ = (
-            int(state) if isinstance(state, int) else int(check_random_state(state).randint(2**31))
-        )
+        fixed = isinstance(state, int)
+        self.seed_ = int(state if fixed else check_random_state(state).randint(2**31))
         if pictures:
             self._fit_pictures(as_bytes(X), ids)
         else:
@@ -153,23 +143,23 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         x = x.double() / scale
         mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
         scaled = ((x - mean) / std).float()
-        self.held_out_ = None
-        self.calibration_ = posthoc.Scaling("identity")
-        classes = len(self.classes_)
+        self.held_out_, self.calibration_ = None, posthoc.Scaling("identity")
+        alone = config.replace(method="supervised", penalty="")
+        tried = {  # each with the features it learns from
+            one: crossval.freeze_vectors(one, scaled, ids, len(self.classes_))
+            for one in (config, alone)
+        }
         if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
-            alone = config.replace(method="supervised", penalty="")
-            tried = []
-            for one in dict.fromkeys((config, alone)):
-                tried.append((cross_validate(freeze_vectors(one, scaled, ids, classes)), one))
-            self.held_out_, config = min(tried, key=lambda pair: log_loss(pair[0]))
-            known = self.held_out_
-            self.calibration_ = cautious_temperature(known.log_probs, known.labels, known.folds)
+            held = {one: crossval.cross_validate(frozen) for one, frozen in tried.items()}
+            config = min(held, key=lambda one: crossval.log_loss(held[one]))
+            known = self.held_out_ = held[config]
+            chosen = (known.log_probs, known.labels, known.folds)
+            self.calibration_ = crossval.cautious_temperature(*chosen)
         self.kept_ = config.method
-        frozen = freeze_vectors(config, scaled, ids, classes)
-        parts = frozen.parts(frozen.split)
+        parts = tried[config].parts(tried[config].split)
         train_in_memory(config, parts)
-        weight, bias = head_weights(parts)
-        weight, bias = weight.double() / std, bias.double()
+        weight, bias = (part.double() for part in crossval.head_weights(parts))
+        weight = weight / std
         self.intercept_ = (bias - weight @ mean).numpy()
         self.coef_ = (weight / scale).numpy()
 
@@ -201,9 +191,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 seed=self.seed_,
                 quiet=True,
             )
-            run = fit(options)
-            self.model_ = load_model(run.folder)
-            self.result_ = run.result
+            run = fit.fit(options)
+            self.model_, self.result_ = load_model(run.folder), run.result
         self.calibration_ = self.model_.calibration
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
@@ -256,7 +245,5 @@ def _resized(pictures: NDArray[np.uint8], model: Model) -> Tensor:
     """As the files were, when they were decoded."""
     from calmatch.data.images import square_image
 
-    made = [
-        square_image(Image.fromarray(picture), model.size, model.squash) for picture in pictures
-    ]
-    return torch.from_numpy(np.stack(made))
+    how = (model.size, model.squash)
+    return torch.from_numpy(np.stack([square_image(Image.fromarray(p), *how) for p in pictures]))

@@ -37,10 +37,8 @@ def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     if not bool(torch.isfinite(total).all()):
         raise ValueError("probs contain NaN or infinite values.")
     if float(p.min()) < 0 or float((total - 1).abs().max()) > SUM_TOLERANCE:
-        raise ValueError(
-            "probs must be probabilities (non-negative, rows summing to 1); "
-            "apply softmax first if these are logits."
-        )
+        rule = "probs must be probabilities (non-negative, rows summing to 1)"
+        raise ValueError(f"{rule}; apply softmax first if these are logits.")
     y = y.to(p.device, torch.long)
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= p.shape[1]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calmatch.data.dataset import synthetic
-from calmatch.training import nonfinite
+from calmatch.training import checkpoint
 from calmatch.training.setup import deterministic
 from calmatch.training.step import new_training
 from conftest import ALL_METHODS
@@ -70,7 +70,7 @@ def test_numbers_stay_finite_at_every_edge(tiny, method, edge):
         change(run.parts.net)
     while run.step < run.config.steps:
         run.advance()
-        assert not nonfinite.nonfinite_names(run), f"step {run.step}"
+        assert not checkpoint.nonfinite_names(run), f"step {run.step}"
     pictures = run.parts.batches[0].x[0]
     log_probs = run.parts.method.predict(run.parts.net, pictures)
     assert not log_probs.isnan().any()
@@ -105,7 +105,7 @@ def test_what_overflows_all_the_same_is_noticed(tiny, method):
         for weight in run.parts.net.parameters():
             weight.fill_(3e38)
     run.advance(run.parts.batches[0])
-    assert not nonfinite.is_finite(run)
+    assert not checkpoint.is_finite(run)
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)
@@ -113,5 +113,5 @@ def test_every_method_steps_where_only_deterministic_operations_are_allowed(tiny
     with deterministic(True):
         run = new_training(tiny(method, deterministic=True))
         run.advance(run.parts.batches[0])
-    assert nonfinite.is_finite(run)
+    assert checkpoint.is_finite(run)
     assert not torch.are_deterministic_algorithms_enabled()

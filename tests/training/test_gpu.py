@@ -13,7 +13,7 @@ from calmatch import augment, console, train
 from calmatch.fit import fit
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.options import FitOptions
-from calmatch.training import nonfinite
+from calmatch.training import checkpoint
 from calmatch.training.cuda_graph import CapturedStep
 from calmatch.training.setup import build_parts, deterministic
 from calmatch.training.step import make_training, new_training, predict
@@ -283,7 +283,7 @@ def test_a_captured_run_notices_a_bad_step_and_goes_back(tiny, tmp_path, kind):
     config = tiny(f"test_guard.Poisoned(kind='{kind}', at=13)", device="cuda", steps=20)
     with pytest.raises(ValueError, match="became infinite or NaN in step 13, after 3 rollbacks"):
         train(config.replace(on_nan="rollback"), tmp_path / "run", quiet=True)
-    tensors, note, facts = nonfinite.read_fault(tmp_path / "run" / "fault")
+    tensors, note, facts = checkpoint.read_fault(tmp_path / "run" / "fault")
     assert (note["step"], facts["step"]) == (13, 13)
     assert all(value.isfinite().all() for value in tensors.values())
 
@@ -291,7 +291,7 @@ def test_a_captured_run_notices_a_bad_step_and_goes_back(tiny, tmp_path, kind):
 def test_a_captured_rollback_learns_more_slowly_and_ends_well(tiny, tmp_path):
     run = train(steep(tiny, device="cuda", steps=20, checkpoint_every=10), tmp_path, quiet=True)
     back = run.lines("rollback")
-    assert 1 <= len(back) <= nonfinite.MOST_ROLLBACKS
+    assert 1 <= len(back) <= checkpoint.MOST_ROLLBACKS
     assert run.lines()[-1]["lr"] == pytest.approx(LR * back[-1]["rate"])
 
 

@@ -12,7 +12,7 @@ import torch
 
 from calmatch import console
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.training import checkpoint, nonfinite
+from calmatch.training import checkpoint
 from calmatch.training.loop import train, train_together
 from calmatch.training.setup import build_parts
 from calmatch.training.step import Training, new_training
@@ -63,7 +63,7 @@ def test_a_bad_step_is_found_within_a_log_interval_and_kept(tiny, tmp_path, kind
         train(config, tmp_path / "run", quiet=True)
     assert "in step 13;" in str(caught.value)
     assert "--lr" in str(caught.value)
-    tensors, note, facts = nonfinite.read_fault(tmp_path / "run" / "fault")
+    tensors, note, facts = checkpoint.read_fault(tmp_path / "run" / "fault")
     assert (facts["step"], facts["noticed"], facts["checkpoint"]) == (13, 15, 12)
     assert note["step"] == 13
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -85,7 +85,7 @@ def test_a_bad_step_is_found_within_a_log_interval_and_kept(tiny, tmp_path, kind
 def test_the_part_that_broke_is_named(tiny, tmp_path):
     with pytest.raises(ValueError, match="gradient"):
         train(poisoned(tiny, "gradient"), tmp_path / "run", quiet=True)
-    losses = nonfinite.read_fault(tmp_path / "run" / "fault")[2]["losses"]
+    losses = checkpoint.read_fault(tmp_path / "run" / "fault")[2]["losses"]
     assert losses["poison"] == {
         "value": 0.0,
         "gradient": "nan",
@@ -109,7 +109,7 @@ def test_nothing_bad_reaches_a_checkpoint_or_an_evaluation(tiny, tmp_path, every
 
 def test_a_healthy_run_is_looked_at_only_when_the_host_looks_anyway(tiny, tmp_path, monkeypatch):
     checked = []
-    monkeypatch.setattr(nonfinite, "find_nonfinite", lambda runs: checked.append(runs[0].step))
+    monkeypatch.setattr(checkpoint, "find_nonfinite", lambda runs: checked.append(runs[0].step))
     train(tiny(steps=12, checkpoint_every=9), tmp_path / "run", quiet=True)
     assert checked == [5, 6, 9, 10, 12]
 
@@ -125,7 +125,7 @@ def steep(tiny, **changes):
 def test_a_rollback_halves_the_rate_until_numbers_stay_finite(tiny, tmp_path):
     run = train(steep(tiny, steps=20, checkpoint_every=10), tmp_path / "run", quiet=True)
     back = run.lines("rollback")
-    assert 1 <= len(back) <= nonfinite.MOST_ROLLBACKS
+    assert 1 <= len(back) <= checkpoint.MOST_ROLLBACKS
     assert [line["rate"] for line in back] == [0.5 ** (k + 1) for k in range(len(back))]
     assert run.lines()[-1]["lr"] == pytest.approx(LR * back[-1]["rate"])
     assert all(math.isfinite(line["loss"]) for line in run.lines())
@@ -202,7 +202,7 @@ def test_a_run_stopped_by_a_fault_may_be_continued_with_rollbacks(tiny, tmp_path
 
 def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monkeypatch):
     config = tiny(steps=20, checkpoint_every=5)
-    original = nonfinite.find_nonfinite
+    original = checkpoint.find_nonfinite
 
     def cosmic_ray(runs):
         if runs[0].step == 10:
@@ -210,10 +210,10 @@ def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monke
                 next(runs[0].parts.net.parameters())[0] = math.nan
         return original(runs)
 
-    monkeypatch.setattr(nonfinite, "find_nonfinite", cosmic_ray)
+    monkeypatch.setattr(checkpoint, "find_nonfinite", cosmic_ray)
     with pytest.raises(ValueError, match="between steps 5 and 10, not so when repeated"):
         train(config, tmp_path / "run", quiet=True)
-    tensors, note, facts = nonfinite.read_fault(tmp_path / "run" / "fault")
+    tensors, note, facts = checkpoint.read_fault(tmp_path / "run" / "fault")
     assert facts["step"] is None
     assert note["step"] == 5
     assert all(value.isfinite().all() for value in tensors.values())

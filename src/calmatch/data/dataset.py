@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from calmatch import files, spec
 from calmatch.data import images as stored
-from calmatch.data.batches import long_tail, split
+from calmatch.data.batches import Split, long_tail, split
 from calmatch.data.images import ImageFiles, Images, take_images
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -53,6 +53,15 @@ class Dataset(NamedTuple):
     unlabelled_counts: tuple[int, ...] | None = None
     whole_pool: bool = False  # unlabelled are all images, the labelled ones once more (STL-10)
     shuffle_first: bool = False  # USB shuffles EuroSAT's list before it splits
+
+    def split(self, labels: int, seed: int, **more: Any) -> Split:
+        """Who is labelled; 0 labels: as the dataset says. `more` are options of `batches.split`."""
+        wanted = labels or self.labelled_counts
+        if wanted is None:
+            raise ValueError("The dataset does not say how many labels; set --labels.")
+        more |= {"whole_pool": self.whole_pool, "shuffle_first": self.shuffle_first}
+        unlabelled = None if labels else self.unlabelled_counts
+        return split(self.labels.numpy(), wanted, seed, unlabelled=unlabelled, **more)
 
 
 def build(text: str) -> Dataset:
@@ -247,10 +256,9 @@ def archive(*, name: str, size: int = 0, most: int = 0) -> Dataset:
             for sheet in decode_sheets(blob, ends, note["size"]):
                 some = sheet[: len(images) - start]
                 if side != note["size"]:
-                    some = F.interpolate(
-                        some.float(), (side, side), mode="bilinear", antialias=True
-                    )
-                    some = some.round().clamp(0, 255).to(torch.uint8)
+                    how: Any = {"mode": "bilinear", "antialias": True}
+                    resized = F.interpolate(some.float(), (side, side), **how)
+                    some = resized.round().clamp(0, 255).to(torch.uint8)
                 images[start : start + len(some)] = some.numpy()
                 start += len(some)
             if start < len(images):
@@ -266,7 +274,7 @@ def archive(*, name: str, size: int = 0, most: int = 0) -> Dataset:
             torch.from_numpy(labels[:used]).long(),
             images[len(labels) :],
             torch.from_numpy(test_labels).long(),
-            tuple(str(name) for name in note["classes"]),
+            tuple(map(str, note["classes"])),
             (mean[0], mean[1], mean[2]),
             (std[0], std[1], std[2]),
             whole_pool=note["whole_pool"],
@@ -348,19 +356,12 @@ def check_dataset(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[F
         first = ", ".join(f"test {a} = training {b}" for a, b in pairs[:3])
         more = f" ({first}{', ...' if len(pairs) > 3 else ''})" if pairs else ""
         yield Finding(f"test pictures {word} in training", f"{len(pairs):,}{more}")
-    parts = split(
-        dataset.labels.numpy(),
-        labels or dataset.labelled_counts or 4 * len(dataset.classes),
-        split_seed,
-        unlabelled=None if labels else dataset.unlabelled_counts,
-        whole_pool=dataset.whole_pool,
-        shuffle_first=dataset.shuffle_first,
-    )
+    number = 0 if dataset.labelled_counts else 4 * len(dataset.classes)
+    parts = dataset.split(labels or number, split_seed)
     first = ", ".join(map(str, parts.labelled[:5]))
-    numbers = (
-        f"{len(parts.labelled):,} labelled ({first}, ...), {len(parts.unlabelled):,} unlabelled"
-    )
-    yield Finding(f"split with seed {split_seed}", numbers)
+    known, pool = (len(rows) for rows in parts[:2])
+    words = f"{known:,} labelled ({first}, ...), {pool:,} unlabelled"
+    yield Finding(f"split with seed {split_seed}", words)
 
 
 def _undecodable(item: spec.Spec) -> Iterator[str]:
@@ -393,22 +394,16 @@ def _exact_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
 def _near_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
     """Pairs (test, training) of images that nearly agree: each one's nearest, if near."""
     small = _mean_cells(train)
-    lengths = small.square().sum(1)
     pairs = []
     for start in range(0, len(test), CHECK_ROWS):
         some = _mean_cells(test[start : start + CHECK_ROWS])
-        best = torch.full((len(some),), torch.inf)
-        nearest = torch.zeros(len(some), dtype=torch.long)
-        for place in range(0, len(small), 4 * CHECK_ROWS):
-            block = small[place : place + 4 * CHECK_ROWS]
-            far = lengths[place : place + 4 * CHECK_ROWS] - 2 * some @ block.T
-            value, index = (far + some.square().sum(1, keepdim=True)).min(1)
-            closer = value < best
-            best = torch.where(closer, value, best)
-            nearest = torch.where(closer, index + place, nearest)
-        away = (best / small.shape[1]).clamp_min(0).sqrt()
-        near = away < (NEAR_SHARE * some.std(1)).clamp_max(NEAR)
-        pairs += [(start + int(row), int(nearest[row])) for row in near.nonzero()[:, 0]]
+        blocks = [torch.cdist(some, block).min(1) for block in small.split(4 * CHECK_ROWS)]
+        away, number = torch.stack([block.values for block in blocks]).min(0)
+        near = away / small.shape[1] ** 0.5 < (NEAR_SHARE * some.std(1)).clamp_max(NEAR)
+        for row in near.nonzero()[:, 0].tolist():
+            block = int(number[row])
+            nearest = 4 * CHECK_ROWS * block + int(blocks[block].indices[row])
+            pairs.append((start + row, nearest))
     return pairs
 
 

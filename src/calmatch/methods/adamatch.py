@@ -8,7 +8,6 @@ from torch import Generator, Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
-from calmatch.ops import average
 
 
 class AdaMatch(Method):
@@ -54,9 +53,9 @@ class AdaMatch(Method):
         p = weak.logits.softmax(-1)
         mean = ops.running_mean(self.get_buffer("mean"), p, self.momentum)
         old = self.get_buffer("target")
-        target = self.momentum * old + (1 - self.momentum) * average(p_x.mean(0))
+        target = self.momentum * old + (1 - self.momentum) * ops.average(p_x.mean(0))
         p = ops.align(p, mean, target)
-        threshold = self.relative * average(p_x.amax(-1).mean())
+        threshold = self.relative * ops.average(p_x.amax(-1).mean())
         mask = (p.amax(-1) >= threshold).to(p.dtype)
         return Plan(
             Term(logits, batch.y, torch.ones_like(logits[:, 0])),

@@ -8,7 +8,6 @@ from torch import Generator, Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
-from calmatch.ops import gather, world_size
 
 
 class Bayes(nn.Module):
@@ -103,12 +102,12 @@ class BAM(Method):
         spread = drawn[:, torch.arange(len(guess), device=guess.device), guess].std(0)
         mask = (spread <= self.get_buffer("spread")).to(p.dtype)
         target = ops.sharpen(p, self.temperature) if self.on == "uda" else guess
-        rows = world_size() * len(z_x)
+        rows = ops.world_size() * len(z_x)
         return Plan(
             Term(z_x, batch.y, torch.ones_like(z_x[:, 0])),
             Term(z_s, target, self.weight * mask),
             extra={"kl": self.kl * layer.divergence() / rows},
-            state=self.follow(gather(spread), batch.step),
+            state=self.follow(ops.gather(spread), batch.step),
         )
 
     def follow(self, spread: Tensor, step: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart
-from calmatch.ops import average
 
 
 class Dash(Method):
@@ -53,7 +52,7 @@ class Dash(Method):
         x, weak, strong = apart(net, *batch.x, *batch.u, grad=(True, False, True))
         loss = self.get_buffer("loss")
         if self.start is None:
-            now = average(ops.hard_loss(x.logits.detach(), batch.y).mean())
+            now = ops.average(ops.hard_loss(x.logits.detach(), batch.y).mean())
             mean = loss + (now - loss) / (batch.step + 1)
             loss = torch.where(batch.step < self.warmup, mean, loss)
         fallen = self.threshold_at(batch.step, loss)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from calmatch import ops
 from calmatch.core import Batch, Task
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.ops import gather
 
 
 class FlexMatch(FixMatch):
@@ -33,7 +33,11 @@ class FlexMatch(FixMatch):
         learnt = self.get_buffer("learnt")[guess]
         mask = (confidence >= self.threshold * learnt / (2 - learnt)).to(p.dtype)
         # the table remembers the last class held with the full threshold, for each picture
-        ids, guess, sure = gather(batch.u_id), gather(guess), gather(confidence >= self.threshold)
+        ids, guess, sure = (
+            ops.gather(batch.u_id),
+            ops.gather(guess),
+            ops.gather(confidence >= self.threshold),
+        )
         old = self.get_buffer("table")[ids]
         new = torch.where(sure, guess, old)
         one = torch.ones_like(new)

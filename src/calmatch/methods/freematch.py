@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from calmatch import ops
 from calmatch.core import Batch, Plan, Task, between
 from calmatch.methods.fixmatch import FixMatch
-from calmatch.ops import average, gather, total
 
 
 class FreeMatch(FixMatch):
@@ -33,16 +32,16 @@ class FreeMatch(FixMatch):
 
     def select(self, p: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         confidence, guess = p.amax(-1), p.argmax(-1)
-        everywhere = gather(confidence)
+        everywhere = ops.gather(confidence)
         level = everywhere.quantile(0.8) if self.quantile else everywhere.mean()
         seen = ops.count(guess, p.shape[-1], torch.ones_like(confidence)) / len(guess)
         overall = self._follow("overall", level)
         overall = overall.clamp(0, 0.95) if self.clip else overall
-        mean = self._follow("mean", average(p.mean(0)))
+        mean = self._follow("mean", ops.average(p.mean(0)))
         state = {
             "overall": overall,
             "mean": mean,
-            "histogram": self._follow("histogram", average(seen)),
+            "histogram": self._follow("histogram", ops.average(seen)),
         }
         threshold = overall * mean / mean.amax()
         return (confidence >= threshold[guess]).to(p.dtype), state
@@ -59,10 +58,10 @@ class FreeMatch(FixMatch):
 
     def _fairness(self, p: Tensor, accepted: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Minus the cross-entropy of class marginals, each divided by its histogram."""
-        number = total(accepted.sum())
+        number = ops.total(accepted.sum())
         n = number.clamp_min(1)
-        marginal = total((accepted[:, None] * p).sum(0)) / n
-        counts = total(ops.count(p.argmax(-1), p.shape[-1], accepted)) / n
+        marginal = ops.total((accepted[:, None] * p).sum(0)) / n
+        counts = ops.total(ops.count(p.argmax(-1), p.shape[-1], accepted)) / n
         inverse = torch.where(counts > 0, 1 / counts.clamp_min(torch.finfo(p.dtype).tiny), 0.0)
         goal = ops.normalise(state["mean"] / state["histogram"])
         drawn = ops.normalise(marginal * inverse)

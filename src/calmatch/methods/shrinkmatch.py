@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
-from calmatch.ops import average
 
 
 class ShrinkMatch(Method):
@@ -48,7 +47,7 @@ class ShrinkMatch(Method):
                 p, self.get_buffer("queue"), self.get_buffer("queue_place")
             )
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
-        accepted = ops.moving(self.get_buffer("accepted"), average(mask.mean()), self.momentum)
+        accepted = ops.moving(self.get_buffer("accepted"), ops.average(mask.mean()), self.momentum)
         rows = strong.features
         rows = rows.repeat(2, 1) if len(rows) == 1 else rows  # BatchNorm takes no single row
         auxiliary = net.get_submodule("heads.auxiliary")(rows)[: len(strong.features)]

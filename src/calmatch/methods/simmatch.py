@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
 from calmatch.methods.comatch import embed, projector
-from calmatch.ops import gather
 
 
 class SimMatch(Method):
@@ -77,7 +76,7 @@ class SimMatch(Method):
 
     def store(self, features: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Move the batch's rows of the bank towards its embeddings."""
-        ids, features, y = gather(batch.x_id), gather(features), gather(batch.y)
+        ids, features, y = ops.gather(batch.x_id), ops.gather(features), ops.gather(batch.y)
         bank = self.get_buffer("bank")
         if not self.teacher:
             features = 0.7 * bank[ids] + 0.3 * features

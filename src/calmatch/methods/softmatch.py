@@ -5,7 +5,6 @@ from torch import nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
-from calmatch.ops import average, gather
 
 
 class SoftMatch(Method):
@@ -36,10 +35,10 @@ class SoftMatch(Method):
         mean = ops.running_mean(self.get_buffer("mean"), p, self.momentum)
         target = self.get_buffer("target")
         if not self.uniform:
-            known = average(x.logits.detach().softmax(-1).mean(0))
+            known = ops.average(x.logits.detach().softmax(-1).mean(0))
             target = ops.moving(target, known, self.momentum)
         confidence = ops.align(p, mean, target).amax(-1)
-        all_ranks = gather(confidence)
+        all_ranks = ops.gather(confidence)
         # unbiased, as the reference; one picture alone has no spread
         variance = all_ranks.var(correction=min(1, len(all_ranks) - 1))
         centre = ops.moving(self.get_buffer("centre"), all_ranks.mean(), self.momentum)

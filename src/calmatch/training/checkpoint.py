@@ -1,26 +1,32 @@
-"""What a run writes as it goes on: checkpoints that cannot carry code, and the lines of its log."""
+"""What a run writes as it goes on, and the way back where its numbers stop being finite.
 
-from __future__ import annotations
+Checkpoints cannot carry code; of the lines of the log, times stand apart. A step whose numbers are
+not finite is looked for and kept in `fault/`; then the run stops, or goes back to a checkpoint.
+"""
 
 import hashlib
 import json
+import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from calmatch import ops
-from calmatch.files import regular, write
+from calmatch import console, files, ops
+from calmatch.training.config import Config
+from calmatch.training.step import Training, new_training
 
+MOST_ROLLBACKS = 3  # in a run before it gives up
+FRESH_NOTE = {"step": 0, "lines": 0, "sums": 0, "best": None, "best_step": None}
 KEPT_CHECKPOINTS = 2  # on disk: the newest, and one to fall back on
 _CODES = "F64 F32 BF16 F16 I64 I32 I16 I8 U8 BOOL".split()
 _NAMES = "float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
@@ -49,7 +55,7 @@ class CheckpointWriter:
             pending, self.pending = self.pending, None
             pending.result()
 
-    def __enter__(self) -> CheckpointWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +112,7 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], note: Mapping[st
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % 8)
-    write(path, len(data).to_bytes(8, "little"), data, *map(_tensor_bytes, plain.values()))
+    files.write(path, len(data).to_bytes(8, "little"), data, *map(_tensor_bytes, plain.values()))
 
 
 def digest_tensors(tensors: Mapping[str, Tensor], note: str = "") -> str:
@@ -137,7 +143,7 @@ def scheduled_checkpoints(folder: Path, every: int) -> list[Path]:
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and note of a checkpoint; ValueError if a bit of it is wrong."""
     try:
-        with safetensors.safe_open(regular(path), framework="pt") as file:
+        with safetensors.safe_open(files.regular(path), framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         note = json.loads(header["note"])
@@ -166,42 +172,6 @@ def newest_checkpoint(
             with suppress(OSError):  # out of the way, or good ones would be dropped for it
                 path.replace(path.with_suffix(".damaged"))
     return None, complaints
-
-
-class Sums:
-    """Running sums on the device; the host reads them only when a line is due."""
-
-    def __init__(self) -> None:
-        self.totals: dict[str, Tensor] = {}
-        self.steps = 0
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add in place, so that a captured step keeps adding to the same memory."""
-        for name, value in values.items():
-            if name not in self.totals:
-                self.totals[name] = torch.zeros_like(value, requires_grad=False)
-        totals = [self.totals[name] for name in values]
-        torch._foreach_add_(totals, [value.detach() for value in values.values()])
-
-    def read(self) -> dict[str, Any]:
-        """Means since the last reading, with counts turned into shares; starts anew."""
-
-        def share(part: float, whole: float) -> float | None:
-            return part / whole if whole > 0 else None
-
-        means = {k: ops.average(v) / max(1, self.steps) for k, v in sorted(self.totals.items())}
-        for total in self.totals.values():
-            total.zero_()
-        self.steps = 0
-        bins = means.pop("bins", None)
-        line: dict[str, Any] = {name: value.tolist() for name, value in means.items()}
-        if "agreeing" in line:
-            line["agree"] = share(line.pop("agreeing"), line["accepted"])
-        if bins is not None:
-            known = line.pop("known")
-            line["pseudo_accuracy"] = share(line.pop("right"), known)
-            line["pseudo_ece"] = share(float((bins[1] - bins[2]).abs().sum()), known)
-        return line
 
 
 class Lines:
@@ -234,9 +204,189 @@ class Lines:
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
         self.times.close()
+
+
+class Fault(NamedTuple):
+    """Numbers of one of the runs that train together were not finite when the host looked."""
+
+    run: int
+    noticed: int
+
+
+def find_nonfinite(runs: Sequence[Training]) -> Fault | None:
+    """The first run whose numbers are not finite; one wait for the device a run."""
+    return next((Fault(k, run.step) for k, run in enumerate(runs) if not is_finite(run)), None)
+
+
+def is_finite(run: Training) -> bool:
+    """Whether losses since the last log line, weights, averages and moments are all finite.
+
+    The method's memory may hold infinities of its own choice, but no NaN.
+    """
+    named = {k: v for k, v in run.tensors().items() if v.is_floating_point() and v.numel()}
+    memory = [v for k, v in named.items() if k.startswith("method/")]
+    others = [v for k, v in named.items() if not k.startswith(("method/", "best/"))]
+    # the largest magnitude of each, in which NaN wins
+    largest, remembered = (
+        torch.nn.utils.get_total_norm(tensors, math.inf) if tensors else torch.zeros(())
+        for tensors in (others, memory)
+    )
+    bad = ~largest.isfinite() | remembered.isnan()
+    return float(ops.average(bad.float().to(run.parts.device))) == 0
+
+
+def handle_nonfinite(
+    fault: Fault, config: Config, folder: Path, signals: Sequence[int], quiet: bool
+) -> None:
+    """Find the step, keep it in `fault/`, then go back, or stop with a sentence.
+
+    A signal that comes meanwhile ends the search, and nothing is changed.
+    """
+    console.free_device_memory()  # the failed attempt may hold much of the device
+    ops.wait_for_ranks()  # the first rank has written what it had begun
+    where = f"at step {fault.noticed:,}"
+    console.message(f"Numbers are not finite {where}; looking for the step.", quiet)
+    run = new_training(config.replace(compile=False))
+    tensors, note = _newest_good(folder / "checkpoint", config.saves)
+    if tensors:
+        run.restore(tensors, note)
+    else:
+        tensors = copy_to_host(run.tensors())
+    before = trace_nonfinite(run, fault.noticed, signals)
+    if signals:
+        return
+    facts = {"noticed": fault.noticed, "checkpoint": note["step"], "rollbacks": run.rollbacks}
+    again = before and _describe_step(run, before, note)
+    facts |= again or {"step": None, "what": "a number"}
+    if ops.rank() == 0:
+        state = note if before is None else {**note, "step": facts["step"]}
+        path = folder / "fault" / "state.safetensors"
+        write_checkpoint(path, before or tensors, state)
+        files.write_json(folder / "fault" / "fault.json", facts)
+    if config.on_nan == "stop" or run.rollbacks >= MOST_ROLLBACKS:
+        raise ValueError(_fault_sentence(config, folder, facts))
+    _roll_back(folder, config.saves, tensors, note, facts)
+    line = f"Back to step {note['step']:,}, from there on with half the learning rate; "
+    console.message(f"{line}{folder / 'fault'} holds what went wrong.", quiet)
+
+
+def _newest_good(folder: Path, every: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The newest checkpoint that was due and is whole; nothing, and step 0, where there is none.
+
+    All of them are good: nothing is saved before it was looked at.
+    """
+    for path in reversed(scheduled_checkpoints(folder, every)):
+        with suppress(ValueError):
+            return read_checkpoint(path)
+    return {}, dict(FRESH_NOTE)
+
+
+def trace_nonfinite(
+    run: Training, until: int, signals: Sequence[int] = ()
+) -> dict[str, Tensor] | None:
+    """Step until numbers are not finite; the state before that step. None: they stay finite."""
+    while run.step < until and not signals:
+        before = copy_to_host(run.tensors())
+        run.advance()
+        if not is_finite(run):
+            return before
+    return None
+
+
+def _describe_step(run: Training, before: Mapping[str, Tensor], note: Any) -> dict[str, Any]:
+    """What is known of the step that the run has just made, from the state before it."""
+    step, after = run.step - 1, nonfinite_names(run)
+    run.restore(before, {**note, "step": step})
+    probes, split, orders = probe_losses(run), run.parts.split, run.parts.batches.orders
+    what = "a weight or a moment"
+    if not all(math.isfinite(probe.value) for probe in probes.values()):
+        what = "the loss"
+    elif any(probe.broken for probe in probes.values()):
+        what = "a gradient"
+    losses = {}
+    for name, (value, gradient, broken) in probes.items():  # JSON knows no NaN
+        numbers = (x if math.isfinite(x) else str(x) for x in (value, gradient))
+        losses[name] = dict(zip(LossProbe._fields, (*numbers, broken[:10]), strict=True))
+    return {
+        "step": step,
+        "what": what,
+        "losses": losses,
+        "after": after,
+        "labelled": [split.labelled[k] for k in orders["x"][step].tolist()],
+        "unlabelled": [split.unlabelled[k] for k in orders["u"][step].tolist()],
+    }
+
+
+def nonfinite_names(run: Training) -> list[str]:
+    """Names of what is not finite in the state of now."""
+    return [name for name, value in run.tensors().items() if not value.isfinite().all()]
+
+
+class LossProbe(NamedTuple):
+    """One loss of a step: its value, the norm of its gradient, weights where that is not finite."""
+
+    value: float
+    gradient: float
+    broken: list[str]
+
+
+def probe_losses(run: Training) -> dict[str, LossProbe]:
+    """Each loss of the step that is due, with its gradient."""
+    named = {k: p for k, p in run.parts.net.named_parameters() if p.requires_grad}
+    batch, weights = run.parts.batches[run.step], list(named.values())
+    run.seed_dropout()
+    losses, _ = run.parts.objective(run.parts.net).parts(batch)
+    probes = {}
+    for name, loss in losses.items():
+        grads: Sequence[Tensor | None] = [None] * len(named)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
+        exact = {k: g.double() for k, g in zip(named, grads, strict=True) if g is not None}
+        norm = torch.nn.utils.get_total_norm(list(exact.values()))
+        broken = [k for k, g in exact.items() if not g.isfinite().all()]
+        probes[name] = LossProbe(float(loss.detach()), float(norm), broken)
+    return probes
+
+
+def _fault_sentence(config: Config, folder: Path, facts: Mapping[str, Any]) -> str:
+    when = f"between steps {facts['checkpoint']:,} and {facts['noticed']:,}, not so when repeated"
+    if facts["step"] is not None:
+        when = f"in step {facts['step']:,}"
+    more = " or add --on-nan rollback" if config.on_nan == "stop" else ""
+    after = f", after {facts['rollbacks']} rollbacks" if facts["rollbacks"] else ""
+    return (
+        f"{str(facts['what']).capitalize()} became infinite or NaN {when}{after}; "
+        f"calmatch replay {folder / 'fault'} shows how. Lower --lr, set --clip 1{more}."
+    )
+
+
+def _roll_back(
+    folder: Path, every: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any], facts: Any
+) -> None:
+    """Make the checkpoint the newest, with one rollback more in its note and in the log."""
+    if ops.rank() == 0:
+        step, count = int(note["step"]), int(note.get("rollbacks", 0)) + 1
+        for later in scheduled_checkpoints(folder / "checkpoint", 1):
+            if int(later.stem) > step:  # a signal's: its steps will be made again, otherwise
+                later.unlink()
+        line = {"step": step, "kind": "rollback", "fault": facts["step"], "rate": 0.5**count}
+        with Lines(folder, int(note["lines"])) as lines:
+            lines.write(line)
+            fresh = {**note, "lines": lines.size(), "rollbacks": count}
+        save_checkpoint(folder / "checkpoint", step, tensors, fresh, every)
+    ops.wait_for_ranks()
+
+
+def read_fault(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """State, its note, and the facts of a fault, from its folder."""
+    try:
+        facts = files.read_json(folder / "fault.json")
+    except ValueError as error:
+        raise ValueError(f"{folder} holds no fault that can be read.") from error
+    return *read_checkpoint(folder / "state.safetensors"), facts

@@ -18,7 +18,7 @@ from calmatch.data.batches import AugmentedSource, Source, stream_seed
 from calmatch.metrics import Interval
 from calmatch.model import write_model
 from calmatch.runs import Predicted, Result, Run, Scaled
-from calmatch.training import checkpoint, nonfinite
+from calmatch.training import checkpoint
 from calmatch.training.config import Config, check_config, selection_metric, without_seeds
 from calmatch.training.setup import Parts, describe_environment, deterministic
 from calmatch.training.step import (
@@ -46,8 +46,8 @@ def train_together(
         check_config(config)
     if len({without_seeds(config) for config in settings}) > 1:
         raise ValueError("Runs that are trained together may differ in their seeds and fold only.")
-    names = [Path("runs") / runs.run_name(config) for config in settings]
-    folders = [name if out is None else Path(out) for name, out in zip(names, outs, strict=True)]
+    pairs = list(zip(settings, outs, strict=True))
+    folders = [Path(out or Path("runs") / runs.run_name(config)) for config, out in pairs]
     if len(set(folders)) < len(folders):
         raise ValueError("Runs that are trained together need a folder each.")
     with _training_context(settings[0], folders) as signals:
@@ -94,12 +94,12 @@ def _train_to_end(
 ) -> None:
     """To the end; where numbers stop being finite, back to a checkpoint, or out with a sentence."""
     while fault := _train_from_checkpoint(left, quiet, signals, until):
-        nonfinite.handle_nonfinite(fault, *left[fault.run], signals, quiet)
+        checkpoint.handle_nonfinite(fault, *left[fault.run], signals, quiet)
 
 
 def _train_from_checkpoint(
     left: Sequence[tuple[Config, Path]], quiet: bool, signals: SignalQueue, until: int | None
-) -> nonfinite.Fault | None:
+) -> checkpoint.Fault | None:
     """Train from the newest checkpoints on, to the end or to a step in between."""
     trainings = [_begin_training(config, folder, quiet) for config, folder in left]
     folders = [folder for _, folder in left]
@@ -123,7 +123,7 @@ def _train_from_checkpoint(
             evaluation_due = due(step, config.eval_every, config.steps)
             save_due = due(step, config.saves, config.steps) or stop
             anything_due = log_due or evaluation_due or save_due
-            if anything_due and (fault := nonfinite.find_nonfinite(trainings)):
+            if anything_due and (fault := checkpoint.find_nonfinite(trainings)):
                 return fault
             for run, lines, writer in zip(trainings, logs, writers, strict=True):
                 if log_due:
@@ -142,7 +142,7 @@ def _train_from_checkpoint(
 
 def _begin_training(config: Config, folder: Path, quiet: bool) -> Training:
     """A run before its first step; what is known by then is written."""
-    run = new_training(config, quiet)
+    run = new_training(config)
     if ops.rank() == 0 and not (folder / "split.json").exists():
         files.write_json(folder / "config.json", config.dump())
         files.write_json(folder / "environment.json", describe_environment(run.parts.device))
@@ -151,11 +151,9 @@ def _begin_training(config: Config, folder: Path, quiet: bool) -> Training:
         files.write(folder / "split.json", json.dumps({**rule, **run.parts.split._asdict()}))
     elif ops.rank() == 0:
         then = files.read_json(folder / "split.json").get("pictures")
-        if then is not None and then != _digest_images(run.parts):
-            raise ValueError(
-                f"The pictures or labels have changed since {folder} was begun; choose another "
-                f"--out."
-            )
+        if then not in (None, _digest_images(run.parts)):
+            line = f"The pictures or labels have changed since {folder} was begun; "
+            raise ValueError(f"{line}choose another --out.")
     for line in run.parts.notes:
         console.message(line, quiet)
     return run
@@ -297,10 +295,9 @@ def _image_taker(source: Source) -> runs.TakeImages:
 
 
 def _write_model(folder: Path, config: Config, parts: Parts) -> None:
-    mean, std = parts.statistics
+    mean, std = map(list, parts.statistics)
     entries: dict[str, Any] = {"net": config.net, "method": config.method}
-    entries |= {"classes": list(parts.classes), "size": parts.size}
-    entries |= {"mean": list(mean), "std": list(std)}
+    entries |= {"classes": list(parts.classes), "size": parts.size, "mean": mean, "std": std}
     provenance = {"data": config.dataset, "labels": len(parts.split.labelled)}
     provenance |= {"steps": config.steps, "seed": config.seed}
     provenance["command"] = f"calmatch train {folder.name}/config.json --out FOLDER"

@@ -13,7 +13,7 @@ import torch
 
 from calmatch import console, files
 from calmatch.options import ReplayOptions
-from calmatch.training import nonfinite
+from calmatch.training import checkpoint
 from calmatch.training.config import Config, load_config
 from calmatch.training.loop import train, train_first_steps
 from calmatch.training.setup import deterministic
@@ -182,7 +182,7 @@ def replay_fault(folder: Path, options: ReplayOptions) -> None:
     """Make the step of a fault again, and show each loss with its gradient."""
     home = folder.resolve().parent
     files.refuse_links(home)
-    tensors, note, facts = nonfinite.read_fault(folder)
+    tensors, note, facts = checkpoint.read_fault(folder)
     config = _replay_config(home, options)
     until = facts.get("noticed") if facts.get("step") is None else facts["step"] + 1
     if type(until) is not int or not 0 <= until <= config.steps:
@@ -190,13 +190,13 @@ def replay_fault(folder: Path, options: ReplayOptions) -> None:
     with torch.random.fork_rng(), deterministic(config.deterministic):
         run = new_training(config.replace(compile=False))
         run.restore(tensors, note)
-        before = nonfinite.trace_nonfinite(run, until)
+        before = checkpoint.trace_nonfinite(run, until)
         if before is None:
             steps = f"Steps {note['step']:,} to {until - 1:,}"
             raise Different(f"{steps} stay finite here; on the device of then they did not.")
-        step, after = run.step - 1, nonfinite.nonfinite_names(run)
+        step, after = run.step - 1, checkpoint.nonfinite_names(run)
         run.restore(before, {**note, "step": step})
-        probes = nonfinite.probe_losses(run)
+        probes = checkpoint.probe_losses(run)
     title = console.visible(run.parts.title)
     print(f"Step {step:,} of {title} goes wrong here too, from the state before it:\n")
     width = max(len("loss"), *map(len, probes))

@@ -5,7 +5,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -139,21 +139,11 @@ def assemble(config: Config, material: Material, make_body: Callable[[], nn.Modu
 
 def _make_split(config: Config, data: dataset.Dataset) -> Split:
     """Who is labelled; a ValueError where the config asks for what the data cannot give."""
-    counts, metric = data.labelled_counts, selection_metric(config)
+    metric = selection_metric(config)
     if config.fold and config.validation:
         raise ValueError("--fold and --validation both hold pictures out; choose one.")
-    if config.labels == 0 and counts is None:
-        raise ValueError(f"{config.dataset} does not say how many labels; set --labels.")
-    split = batches.split(
-        data.labels.numpy(),
-        counts if config.labels == 0 and counts else config.labels,
-        config.split_seed,
-        unlabelled=data.unlabelled_counts if config.labels == 0 else None,
-        validation=config.validation,
-        include_labelled=config.include_labelled,
-        whole_pool=data.whole_pool,
-        shuffle_first=data.shuffle_first,
-    )
+    more = {"validation": config.validation, "include_labelled": config.include_labelled}
+    split = data.split(config.labels, config.split_seed, **more)
     if config.fold:
         own = data.labels[split.labelled].tolist()
         split = batches.leave_fold_out(split, own, config.fold, config.split_seed)
@@ -219,7 +209,7 @@ RECOMPILES = 1_000  # versions of a function that a process may compile
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions, hardware and settings of now that a result depends on besides its config."""
-    cpu = _search_file(Path("/proc/cpuinfo"), r"model name\s*: (.+)") or platform.machine()
+    cpu = _search_file("/proc/cpuinfo", r"model name\s*: (.+)") or platform.machine()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -233,7 +223,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         facts |= {
-            "driver": _search_file(Path("/proc/driver/nvidia/version"), r"(\d+\.\d[\d.]*)"),
+            "driver": _search_file("/proc/driver/nvidia/version", r"(\d+\.\d[\d.]*)"),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "cudnn_tf32": torch.backends.cudnn.allow_tf32,
@@ -250,12 +240,9 @@ def package_version(package: str) -> str:
         return "not installed"
 
 
-def _search_file(path: Path, pattern: str) -> str | None:
+def _search_file(path: str, pattern: str) -> str | None:
     """What a file of the kernel says, where there is one."""
-    try:
-        match = re.search(pattern, files.read_text(path))
-    except OSError:
-        return None
+    match = re.search(pattern, files.read_text(Path(path))) if Path(path).exists() else None
     return match[1].strip() if match else None
 
 
@@ -268,22 +255,16 @@ def deterministic(wanted: bool) -> Iterator[None]:
     from torch._inductor import config as inductor
 
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        cudnn.benchmark,
-        cuda.cudnn_sdp_enabled(),
-        os.environ.get(WORKSPACE),
-    )
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    before, own = (cudnn.benchmark, cuda.cudnn_sdp_enabled()), WORKSPACE in os.environ
     os.environ.setdefault(WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     cudnn.benchmark = False  # it times algorithms, and time is never the same
     cuda.enable_cudnn_sdp(False)  # flash and memory-efficient attention have an exact backward
-    patch: Any = nullcontext()
-    if hasattr(inductor, "deterministic"):  # choose kernels by rule, not by their speed of now
-        patch = inductor.patch(deterministic=True)
+    by_rule = {"deterministic": True} if hasattr(inductor, "deterministic") else {}
     try:
-        with patch:
+        with inductor.patch(by_rule):  # kernels are chosen by rule, not by their speed of now
             yield
     except RuntimeError as error:
         match = re.search(r"(\w+) does not have a deterministic implementation", str(error))
@@ -294,10 +275,10 @@ def deterministic(wanted: bool) -> Iterator[None]:
             f"--deterministic, or choose another --net or --method."
         ) from error
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.benchmark = before[2]
-        cuda.enable_cudnn_sdp(before[3])
-        if before[4] is None:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        cudnn.benchmark = before[0]
+        cuda.enable_cudnn_sdp(before[1])
+        if not own:
             os.environ.pop(WORKSPACE, None)
 
 

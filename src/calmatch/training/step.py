@@ -16,7 +16,6 @@ from calmatch import augment, metrics, ops
 from calmatch.core import Batch, RandomStream
 from calmatch.data.batches import AugmentedSource, Source, stream_seed
 from calmatch.runs import probabilities
-from calmatch.training.checkpoint import Sums
 from calmatch.training.config import Config
 from calmatch.training.setup import Parts, allow_recompiles, build_parts
 
@@ -25,10 +24,9 @@ OFTEN = 20  # evaluations in a run from which compiling them pays
 Values = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses with statistics, and new state
 
 
-def new_training(config: Config, quiet: bool = True) -> Training:
+def new_training(config: Config) -> Training:
     """A run before its first step."""
-    parts = build_parts(config)
-    return make_training(config, parts)
+    return make_training(config, build_parts(config))
 
 
 def make_training(config: Config, parts: Parts) -> Training:
@@ -52,6 +50,42 @@ def make_training(config: Config, parts: Parts) -> Training:
     return Training(config, parts, objective, optimizer, predict)
 
 
+class Sums:
+    """Running sums on the device; the host reads them only when a line is due."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+        self.steps = 0
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add in place, so that a captured step keeps adding to the same memory."""
+        for name, value in values.items():
+            if name not in self.totals:
+                self.totals[name] = torch.zeros_like(value, requires_grad=False)
+        totals = [self.totals[name] for name in values]
+        torch._foreach_add_(totals, [value.detach() for value in values.values()])
+
+    def read(self) -> dict[str, Any]:
+        """Means since the last reading, with counts turned into shares; starts anew."""
+
+        def share(part: float, whole: float) -> float | None:
+            return part / whole if whole > 0 else None
+
+        means = {k: ops.average(v) / max(1, self.steps) for k, v in sorted(self.totals.items())}
+        for total in self.totals.values():
+            total.zero_()
+        self.steps = 0
+        bins = means.pop("bins", None)
+        line: dict[str, Any] = {name: value.tolist() for name, value in means.items()}
+        if "agreeing" in line:
+            line["agree"] = share(line.pop("agreeing"), line["accepted"])
+        if bins is not None:
+            known = line.pop("known")
+            line["pseudo_accuracy"] = share(line.pop("right"), known)
+            line["pseudo_ece"] = share(float((bins[1] - bins[2]).abs().sum()), known)
+        return line
+
+
 @dataclass
 class Training:
     """Everything that changes while a run goes on."""
@@ -72,7 +106,8 @@ class Training:
         """One training step, eagerly; by default on the batch that is due."""
         due = self.parts.batches[self.step] if batch is None else batch
         self.seed_dropout()
-        set_learning_rate(self.optimizer, self.rate(self.step))
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(group["peak"] * self.rate(self.step))
         self.learn(lambda: self.objective(due), self._update)
         self.sums.steps += 1
         self.step += 1
@@ -238,9 +273,8 @@ def layer_rates(
     shapes: Mapping[str, int], weight_decay: float, layer_decay: float, exempt: Collection[str] = ()
 ) -> dict[str, tuple[float, float]]:
     """Relative learning rate and weight decay of each body parameter, given its dimensions."""
-    depth = layer_depths(list(shapes))
+    depth, rates = layer_depths(list(shapes)), {}
     top = max(depth.values())
-    rates = {}
     for name, dims in shapes.items():
         plain = dims <= 1 or name.split(".")[-1] in EXEMPT or name in exempt
         rates[name] = (layer_decay ** (top - depth[name]), 0.0 if plain else weight_decay)
@@ -281,14 +315,7 @@ def build_optimizer(
     for group in parameters:
         group["lr"] = group["lr"].to(device)
     if name == "sgd":
-        nesterov = momentum > 0
-        return torch.optim.SGD(parameters, momentum=momentum, nesterov=nesterov, fused=True)
-    settings: Any = {"betas": (0.9, 0.999), "eps": 1e-8, "fused": True}
+        settings: Any = {"momentum": momentum, "nesterov": momentum > 0}
+        return torch.optim.SGD(parameters, fused=True, **settings)
     capturable = device.type == "cuda"  # the step may be captured as a graph
-    return torch.optim.AdamW(parameters, **settings, capturable=capturable)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, relative: float) -> None:
-    """Give every group this share of its highest rate."""
-    for group in optimizer.param_groups:
-        group["lr"].fill_(group["peak"] * relative)
+    return torch.optim.AdamW(parameters, fused=True, capturable=capturable)
