@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegressionCV
 from sklearn.neighbors import KNeighborsClassifier
@@ -33,7 +34,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.semi_supervised import LabelSpreading, SelfTrainingClassifier
 from sklearn.svm import SVC
 
-from calmatch import augment, console, metrics, nets
+from calmatch import console, metrics, nets
 from calmatch.data import images as stored
 from calmatch.data.dataset import build
 from calmatch.data.images import ImageFiles
@@ -146,29 +147,29 @@ def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, An
     run = fit(FitOptions(**{**vars(asked), "net": options.net}))
     seconds = time.perf_counter() - began
     model = load_model(run.folder)
-    features = {
-        part: read_features(folder / part, tuple(truth[part]), options.net, model) for part in parts
-    }
+    views = model.network.views.views
+    seen, plain = (
+        {
+            part: read_features(folder / part, tuple(truth[part]), options.net, shown)
+            for part in parts
+        }
+        for shown in (views, None)
+    )
     return {
-        **score(task, run, model, features["new"]),
+        **score(task, run, model, seen["new"]),
         "kept": run.result.kept,
         "seconds": seconds,
-        **score_opponents(task, features),
+        **score_opponents(task, plain, seen),
     }
-
-
-def read_features(folder: Path, names: Any, net: str, model: Model) -> portfolio.Features:
-    """Of all images in the views of the model, from the cache."""
-    views = augment.read_tta([list(view) for view in model.network.views.views])
-    return _read_features(folder, names, net, views)
 
 
 @functools.lru_cache(4)
-def _read_features(folder: Path, names: Any, net: str, views: Any) -> portfolio.Features:
-    extractor = portfolio.load_extractor(net, None, torch.device("cpu")).showing(views)
-    size, squash = extractor.views.source, True
-    images: Any = ImageFiles(folder, names, size, squash)
-    if folder.name == "pool":  # as fit reads it, so that its features are in the cache
+def read_features(folder: Path, names: Any, net: str, views: Any) -> portfolio.Features:
+    """Of all images, in some views or the plain one at the network's own size, from the cache."""
+    extractor = portfolio.load_extractor(net, None, torch.device("cpu"))
+    extractor = extractor.showing(views) if views else extractor
+    images: Any = ImageFiles(folder, names, extractor.views.source, squash=True)
+    if folder.name == "pool" and views:  # as fit reads it, so that its features are in the cache
         key = f"pictures-{stored.stamp_files(images)}"
         cached = stored.cached_array(key, images.shape, lambda _: None)
         images = stored.CachedImages(cached, torch.arange(len(names)), key)
@@ -200,15 +201,18 @@ def score(task: Task, run: Run, model: Model, new: portfolio.Features) -> dict[s
     }
 
 
-def score_opponents(task: Task, features: dict[str, portfolio.Features]) -> dict[str, float]:
+def score_opponents(
+    task: Task, plain: dict[str, portfolio.Features], seen: dict[str, portfolio.Features]
+) -> dict[str, float]:
     """What scikit-learn gets on features of the plain view; labels alone on those of all views."""
-    scaler = StandardScaler().fit(features["pool"].last[0])
-    x, new = (scaler.transform(features[part].last[0]) for part in ("pool", "new"))
+    pool, shown = (plain[part].last[0] for part in ("pool", "new"))
+    scaler = StandardScaler().fit(pool)
+    x, new = scaler.transform(pool), scaler.transform(shown)
     known, classes = task.known, task.classes
     y = np.array([classes.index(known[f]) if f in known else -1 for f in task.truth["pool"]])
     tested, own = task.ids("new", task.truth["new"]).numpy(), y >= 0
     strengths = np.logspace(-4, 0, 5)
-    base = SVC(C=1.0, kernel="linear", probability=True, random_state=0)
+    base = CalibratedClassifierCV(SVC(kernel="linear", random_state=0), ensemble=False, cv=4)
     settled = {"l1_ratios": (0,), "use_legacy_attributes": False, "max_iter": 300}
     ways: dict[str, Any] = {
         "lr": LogisticRegressionCV(Cs=strengths, cv=4, scoring="neg_log_loss", **settled),
@@ -220,11 +224,11 @@ def score_opponents(task: Task, features: dict[str, portfolio.Features]) -> dict
         "selftraining": SelfTrainingClassifier(base, threshold=0.75),
     }
     guesses |= {name: way.fit(x, y).predict(new) for name, way in ways.items()}
-    guesses["kmeans"] = soft_kmeans(*(features[part].last[0] for part in ("pool", "new")), y)
+    guesses["kmeans"] = soft_kmeans(pool, shown, y)
     bar, rows = console.ProgressBar("", 1, 0, True), np.flatnonzero(own)
-    alone = portfolio.fit_logistic(features["pool"], rows, y[rows], len(classes), bar)
-    seen = np.mean(features["new"].last, 0)
-    guesses["alone"] = (seen @ alone.weights[:-1] + alone.weights[-1]).argmax(1)
+    alone = portfolio.fit_logistic(seen["pool"], rows, y[rows], len(classes), bar)
+    means = np.mean(seen["new"].last, 0)
+    guesses["alone"] = (means @ alone.weights[:-1] + alone.weights[-1]).argmax(1)
     return {name: float((guess != tested).mean()) for name, guess in guesses.items()}
 
 

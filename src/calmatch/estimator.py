@@ -19,6 +19,7 @@ from calmatch import fit, methods, posthoc
 from calmatch.fit import crossval
 from calmatch.fit.plan import METHOD, choose_penalty
 from calmatch.model import Model, load_model
+from calmatch.ops import pick_device
 from calmatch.options import FitOptions
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train_in_memory
@@ -38,11 +39,12 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             freematch for vectors.
         penalty: what keeps confidence in bounds, `"margin"` for example; None: as `calmatch fit`
             chooses; "": nothing.
-        net: of pictures; None: a pretrained one if it can be had and they are large enough.
-        frozen: of pictures; whether only the last layer learns; None: on a CPU, if pretrained.
-        tta: of pictures; views whose mean a frozen network predicts; None: 5.
+        net: of pictures; None: the best pretrained one that can be had.
+        frozen: of pictures; whether only the last layer learns; None: as the labels choose.
+        tta: of pictures; views whose mean a frozen network predicts; None: as the minutes allow.
         steps: training steps; None: what `minutes` allow for pictures, 300 for vectors.
         minutes: about how long pictures may take.
+        device: of pictures; cuda, mps, cpu, or auto.
         random_state: a seed.
 
     Attributes:
@@ -62,6 +64,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         tta: int | None = None,
         steps: int | None = None,
         minutes: float = 2.0,
+        device: str = "auto",
         random_state: Any = 0,
     ) -> None:
         self.method = method
@@ -71,6 +74,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.tta = tta
         self.steps = steps
         self.minutes = minutes
+        self.device = device
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
@@ -189,10 +193,12 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 tta=self.tta,
                 steps=self.steps,
                 seed=self.seed_,
+                device=self.device,
                 quiet=True,
             )
             run = fit.fit(options)
-            self.model_, self.result_ = load_model(run.folder), run.result
+            self.model_ = load_model(run.folder, device=pick_device(self.device))
+            self.result_ = run.result
         self.calibration_ = self.model_.calibration
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803

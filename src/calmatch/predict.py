@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -151,6 +151,7 @@ class ImageSource:
     """A folder, a zip or one file; names are listed anew each time, never kept."""
 
     path: Path
+    only: frozenset[str] | None = None  # names that matter; None: all
 
     @property
     def root(self) -> Path:
@@ -172,7 +173,7 @@ class ImageSource:
 
     def chunks(self, size: int) -> Iterator[tuple[list[str], list[Skipped]]]:
         """So many names at a time: those to decode, and those to skip."""
-        names = self.names()
+        names = (name for name in self.names() if self.only is None or str(name) in self.only)
         while chunk := list(itertools.islice(names, size)):
             good = [name for name in chunk if isinstance(name, str)]
             yield good, [name for name in chunk if isinstance(name, Skipped)]
@@ -384,41 +385,48 @@ def check_images(
     model: Model, images: Path, labels: Path | None = None, *, quiet: bool = False
 ) -> Checked:
     """A model's predictions of labelled images: class folders, or any folder and a label file."""
-    listed = [name for name in ImageSource(images).names() if isinstance(name, str)]
     if labels is None:
         own = read_folder(images)
         truth = {n: own.classes[k] for n, k in zip(own.names, own.labels, strict=True) if k >= 0}
     else:
-        truth = _read_truth(labels, listed)
+        names = [name for name in ImageSource(images).names() if isinstance(name, str)]
+        truth = _read_truth(labels, names)
     if strange := sorted(set(truth.values()) - set(model.classes)):
-        raise ValueError(
-            f"The model does not know {strange[0]!r}, only: {', '.join(model.classes[:20])}."
-        )
-    root, names = ImageSource(images).root, list(truth)
-    rows: list[Answered | Skipped] = []
-    with console.ProgressBar("Pictures", len(names), 0, quiet, "pictures") as bar:
-        size = nets.batch_size(model.device)
-        chunks = [names[k : k + size] for k in range(0, len(names), size)]
-
-        def read(some: list[str]) -> Decoded:
-            return some, [], [decode_one(root, name, model) for name in some]
-
-        def answer(chunk: Decoded) -> list[Answered | Skipped]:
-            return answer_chunk(model, chunk[0], chunk[2], whole=True)
-
-        assert model.quick  # made before threads ask for it
-        for some in compute_ordered(chunks, read, answer, model.device):
-            rows += some
-            bar.advance(len(some))
-    for row in rows:
-        if isinstance(row, Skipped):
-            console.message(f"Skipped {valid_text(row.file)}: {row.reason}", quiet)
-    good = [row for row in rows if isinstance(row, Answered)]
-    if not good:
+        known = ", ".join(model.classes[:20])
+        raise ValueError(f"The model does not know {strange[0]!r}, only: {known}.")
+    source = ImageSource(images, frozenset(truth))
+    rows, bar = [], console.ProgressBar("Pictures", len(truth), 0, quiet, "pictures")
+    with bar:
+        for row in predict_locally(model, source, 0, 0, probs=True):
+            bar.advance(1)
+            if isinstance(row, Answered):
+                rows.append(row)
+            else:
+                console.message(f"Skipped {valid_text(row.file)}: {row.reason}", quiet)
+    if not rows:
         raise ValueError(f"No labelled picture in {images} can be decoded.")
-    ids = [model.classes.index(truth[row.file]) for row in good]
-    probs, files = np.array([row.probs for row in good]), tuple(row.file for row in good)
-    return Checked(probs / probs.sum(1, keepdims=True), np.array(ids), files, model.classes)
+    answers = [(row.file, row.label, row.confidence, row.probs) for row in rows]
+    return _check(answers, truth, model.classes)
+
+
+def check_table(path: Path, labels: Path) -> Checked:
+    """A table that `predict` wrote, beside a label file."""
+    try:
+        text = files.read_bytes(path).decode("utf-8-sig")
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        columns = [name for name in rows[0] if re.fullmatch(r"p\(.*\)", name, re.DOTALL)]
+        answers = [
+            (row["file"], row["label"], float(row["confidence"]), [float(row[k]) for k in columns])
+            for row in rows
+        ]
+    except (UnicodeDecodeError, csv.Error, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a table that `calmatch predict` wrote.") from error
+    truth = _read_truth(labels, [file for file, *_ in answers])
+    names = {*truth.values(), *(label for _, label, *_ in answers)}
+    classes = [name[2:-1] for name in columns] or sorted(names)
+    if strange := sorted(set(truth.values()) - set(classes)):
+        raise ValueError(f"{path} has no probability of {strange[0]!r}.")
+    return _check([row for row in answers if row[0] in truth], truth, classes)
 
 
 def _read_truth(path: Path, names: Sequence[str]) -> dict[str, str]:
@@ -430,30 +438,16 @@ def _read_truth(path: Path, names: Sequence[str]) -> dict[str, str]:
     return truth
 
 
-def check_table(path: Path, labels: Path) -> Checked:
-    """A table that `predict` wrote, beside a label file."""
-    try:
-        text = files.read_bytes(path).decode("utf-8-sig")
-        rows = list(csv.DictReader(io.StringIO(text, newline="")))
-        said = {row["file"]: (row["label"], float(row["confidence"])) for row in rows}
-    except (UnicodeDecodeError, csv.Error, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a table that `calmatch predict` wrote.") from error
-    truth = _read_truth(labels, list(said))
-    rows = [row for row in rows if row["file"] in truth]
-    columns = [name for name in rows[0] if name and name.startswith("p(") and name.endswith(")")]
-    classes = [name[2:-1] for name in columns]
-    classes = classes or sorted({*truth.values(), *(label for label, _ in said.values())})
-    if strange := sorted(set(truth.values()) - set(classes)):
-        raise ValueError(f"{path} has no probability of {strange[0]!r}.")
-    if columns:
-        probs = np.array([[float(row[name]) for name in columns] for row in rows])
-    else:  # the rest is spread evenly: it decides neither error nor ECE
-        tops = np.array([said[row["file"]][1] for row in rows])[:, None]
-        hot = np.array([[label == said[row["file"]][0] for label in classes] for row in rows])
-        probs = np.where(hot, tops, (1 - tops) / max(1, len(classes) - 1))
-    names = tuple(row["file"] for row in rows)
-    ids = np.array([classes.index(truth[name]) for name in names])
-    return Checked(probs / probs.sum(1, keepdims=True), ids, names, tuple(classes), bool(columns))
+def _check(answers: Sequence[Any], truth: Mapping[str, str], classes: Sequence[str]) -> Checked:
+    """Beside the truth; a rest that is not known is spread evenly: error and ECE do not see it."""
+    ids = {name: k for k, name in enumerate(classes)}
+    probs, whole = np.zeros((len(answers), len(classes))), bool(answers[0][3])
+    for k, (_, label, confidence, every) in enumerate(answers):
+        probs[k] = every if whole else (1 - confidence) / max(1, len(classes) - 1)
+        probs[k, ids[label]] = confidence
+    names = tuple(file for file, *_ in answers)
+    labels = np.array([ids[truth[name]] for name in names])
+    return Checked(probs / probs.sum(1, keepdims=True), labels, names, tuple(classes), whole)
 
 
 def join_names(names: Sequence[str]) -> str:

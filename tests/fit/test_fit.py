@@ -127,6 +127,64 @@ def test_the_model_says_of_the_pool_what_the_student_says(pics, fitted):
     assert torch.allclose(model.probabilities(pixels), log_probs.exp(), atol=2e-3)
 
 
+def test_a_model_is_measured_on_labelled_pictures_and_so_is_its_table(
+    pics, fitted, tmp_path, capsys
+):
+    run, new = str(fitted["frozen"].folder), blobs(tmp_path / "new", each=20, spare=6)
+    words = ["--resamples", "20", "--quiet"]
+    assert main(["evaluate", run, str(new), *words]) == 0
+    said = capsys.readouterr().out
+    for line in ("60 pictures", "error (%)", "ece (%)", "confidence", "mistake"):
+        assert line in said
+    assert main(["predict", run, str(new), "-o", str(tmp_path / "out.csv"), "--probs"]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [key for key in rows[0] if key.startswith("p(")] == [f"p(kind {k})" for k in range(3)]
+    for row in rows:
+        probs = [float(row[f"p(kind {k})"]) for k in range(3)]
+        assert sum(probs) == pytest.approx(1, abs=1e-4)
+        assert max(probs) == pytest.approx(float(row["confidence"]), abs=1e-4)
+    names = sorted(p for p in new.rglob("*.png") if p.parent.name != "unlabelled")
+    lines = [f"{p.relative_to(new).as_posix()},{p.parent.name}" for p in names]
+    truth = tmp_path / "truth.csv"
+    truth.write_text("\n".join(["file,label", *lines]))
+    capsys.readouterr()
+    values = []
+    for asked in (
+        [run, str(new)],
+        [run, str(new), "--labels", str(truth)],
+        [str(tmp_path / "out.csv"), "--labels", str(truth)],
+    ):
+        assert main(["evaluate", *asked, "--json", *words]) == 0
+        values.append(json.loads(capsys.readouterr().out))
+    for name in ("error", "ece", "nll"):
+        numbers = [value[name]["value"] for value in values]
+        assert numbers == pytest.approx([numbers[0]] * 3, abs=2e-3)
+    wrong = round(60 * values[0]["error"]["value"])
+    assert len(values[0]["mistakes"]) == min(wrong, 10)
+    assert sum(row["n"] for row in values[0]["reliability"]) == 60
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["RUN", "PICS", "--labels", "strange.csv"], "does not know 'dragon'"),
+        (["RUN", "--labels", "strange.csv"], "--labels belongs to RUN PICTURES"),
+        (["strange.csv", "--labels", "strange.csv"], "not a table that"),
+        (["RUN", "nowhere"], "There is no"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(
+    pics, fitted, tmp_path, monkeypatch, words, sentence, capsys
+):
+    first = sorted(pics.rglob("*.png"))[0].relative_to(pics).as_posix()
+    (tmp_path / "strange.csv").write_text(f"file,label\n{first},dragon\n")
+    monkeypatch.chdir(tmp_path)
+    places = {"RUN": str(fitted["frozen"].folder), "PICS": str(pics)}
+    assert main(["evaluate", *(places.get(word, word) for word in words)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_resumed_fit_does_not_mix_pictures(tmp_path, monkeypatch):
     root = blobs(tmp_path / "pics")
     asked = options(root, frozen=True)

@@ -94,7 +94,7 @@ def choose_network(options: FitOptions, device: torch.device) -> tuple[str, bool
     if options.net is not None:
         item = spec.parse(options.net)
         if item.name.startswith("timm."):  # pretrained unless that is declined
-            item.kwargs.setdefault("pretrained", True)
+            item = item._replace(kwargs={"pretrained": True, **item.kwargs})
         ready = bool(item.kwargs.get("pretrained", item.name in nets.LITE))
         if item.kwargs.get("pretrained") is True and not _can_be_had(item.name):
             raise ValueError(

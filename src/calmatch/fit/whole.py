@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Generator, Tensor, nn
 
-from calmatch import augment, console, files, spec
+from calmatch import augment, console, files, nets, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
 from calmatch.data.images import Images, take_images
 from calmatch.fit import portfolio, text
@@ -43,6 +44,7 @@ from calmatch.training.loop import train
 
 FEW_STEPS, MOST_STEPS = 60, 400  # of one refinement
 LABELLED, UNLABELLED = 32, 64  # images a step
+RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
 BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
 
 
@@ -204,6 +206,8 @@ class Refinement:
 
     def candidate(self) -> portfolio.Candidate | None:
         """The refined network with its out-of-fold predictions; None where time is too short."""
+        if math.prod(self.images.shape) <= RESIDENT and self.extractor.device.type == "cuda":
+            self.images = take_images(self.images, torch.arange(len(self.images))).cuda()
         steps = self.steps or self._affordable_steps()
         if steps < min(FEW_STEPS, self.steps or FEW_STEPS):
             return None
@@ -276,7 +280,7 @@ class Refinement:
         self._train(network, weights, known, steps, bar)
         return network
 
-    def _train(self, network: nn.Module, weights: Any, known: Any, steps: int, bar: Any) -> None:
+    def _train(self, network: Any, weights: Any, known: Any, steps: int, bar: Any) -> None:
         """AdamW on labels and on the student's predictions; averaged weights are left in it."""
         device, inputs = self.extractor.device, self.teachers.inputs
         logits = inputs @ weights[:-1] + weights[-1]
@@ -289,9 +293,7 @@ class Refinement:
         weak, strong, _ = choose_views(self.job.options, self.extractor.size, self._grey)
         views = augment.pipeline(weak), augment.pipeline(strong)
         network.requires_grad_(True)
-        head = list(network.get_submodule("head").parameters())
-        body = list(network.get_submodule("body").parameters())
-        groups = [{"params": body, "lr": BODY_RATE}, {"params": head, "lr": HEAD_RATE}]
+        groups = [{"params": part.parameters()} for part in (network.body, network.head)]
         optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, [BODY_RATE, HEAD_RATE], total_steps=steps + 1, pct_start=0.1
@@ -306,7 +308,8 @@ class Refinement:
             target = torch.from_numpy(targets[np.concatenate(rows)]).to(device)
             weight = torch.cat([torch.full((len(some),), 1 / len(some)) for some in rows])
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                answers = network(self._normalise(torch.cat(shown))).logits.float()
+                pooled = nets.pooled_features(network.body, self._normalise(torch.cat(shown)))
+            answers = network.head(network.embed([(pooled[0].float(), pooled[1].float())]))
             loss = -(target * answers.log_softmax(1)).sum(1) @ weight.to(device)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()

@@ -131,6 +131,7 @@ def pooled_features(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
         features: Tensor = net(images).features
         return features, features[:, :0]
     final, maps = model.forward_intermediates(images, indices=3, output_fmt="NCHW")
+    maps = [each if each.dtype == torch.float64 else each.float() for each in maps]  # of bfloat16
     means = [each.mean((2, 3)) for each in maps]
     pairs = zip(maps, means, strict=True)
     spreads = [each.square().mean((2, 3)) - mean.square() for each, mean in pairs]
