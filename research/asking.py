@@ -35,7 +35,9 @@ class World:
             rows = [(r["part"], Path(r["file"]).name, r["label"]) for r in csv.DictReader(file)]
         features, truth = {}, {}
         for part in ("pool", "new"):
-            names, truth[part] = zip(*sorted(row[1:] for row in rows if row[0] == part), strict=True)
+            names, truth[part] = zip(
+                *sorted(row[1:] for row in rows if row[0] == part), strict=True
+            )
             images = ImageFiles(folder / part, names, extractor.size, True)
             features[part] = portfolio.compute_features(extractor, images, True)
         classes = sorted(set(truth["pool"]))
@@ -222,7 +224,9 @@ def main() -> None:
                 line = {"set": name, "way": way, "seed": seed, "classes": world.classes, **result}
                 with lines.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-                print(name, way, seed, f"{100 * result['errors'][8]:.1f}", result["full"], flush=True)
+                print(
+                    name, way, seed, f"{100 * result['errors'][8]:.1f}", result["full"], flush=True
+                )
     write([json.loads(line) for line in lines.open()])
 
 
@@ -288,7 +292,8 @@ def mean_curve(own: list[dict[str, Any]]) -> dict[int, float]:
     """Errors by half K of labels; at least half a picture wrong, so that ratios exist."""
     shared = set.intersection(*({int(k) for k in line["errors"]} for line in own))
     return {
-        k: max(float(np.mean([line["errors"][str(k)] for line in own])), 1e-3) for k in sorted(shared)
+        k: max(float(np.mean([line["errors"][str(k)] for line in own])), 1e-3)
+        for k in sorted(shared)
     }
 
 

@@ -90,6 +90,13 @@ def _fit(options: opts.FitOptions) -> None:
         build([run], run.folder / "report.html")
 
 
+def _label(options: opts.LabelOptions) -> None:
+    """Pictures in the browser: the labels that teach most, asked for one by one."""
+    from calmatch.web.label import label
+
+    label(options)
+
+
 def _train(words: list[str]) -> None:
     """One research run: calmatch train RECIPE [--flags]; the same line again continues it."""
     options = _train_options(words)
@@ -326,6 +333,7 @@ def _print_list(module: str, table: str) -> None:
 COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "demo": (_demo, "DemoOptions"),
     "fit": (_fit, "FitOptions"),
+    "label": (_label, "LabelOptions"),
     "train": (_train, ""),
     "evaluate": (_evaluate, "EvaluateOptions"),
     "report": (_report, "ReportOptions"),

@@ -68,15 +68,7 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
         csv: `file,label` for some of the images, or a file that `read_labels` knows.
         strict: a file that would be skipped is an error.
     """
-    if not root.is_dir():
-        hint = " Unpack it first." if root.suffix == ".zip" else ""
-        raise ValueError(f"There is no folder {root}.{hint}")
-    names, skipped = _list_images(root)
-    if strict and skipped:
-        raise ValueError(f"{skipped[0].file}: {skipped[0].reason} (--strict).")
-    if not names:
-        kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
-        raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
+    names, skipped = list_images(root, strict)
     known, notes = _by_folder(root, names) if csv is None else _by_csv(csv, names)
     classes = _order_classes(known.values())
     if long := [name for name in classes if len(name) > LONGEST_NAME]:
@@ -93,8 +85,11 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
     return folder._replace(notes=(*notes, *_find_doubts(folder)))
 
 
-def _list_images(root: Path) -> tuple[list[str], list[Skipped]]:
+def list_images(root: Path, strict: bool = False) -> tuple[list[str], list[Skipped]]:
     """Images anywhere below root, sorted; links that lead outside are left out."""
+    if not root.is_dir():
+        hint = " Unpack it first." if root.suffix == ".zip" else ""
+        raise ValueError(f"There is no folder {root}.{hint}")
     inside = root.resolve()
     names, skipped = [], []
     for folder, below, entries in os.walk(root, followlinks=False):
@@ -112,6 +107,11 @@ def _list_images(root: Path) -> tuple[list[str], list[Skipped]]:
                 skipped.append(Skipped(name, why))
             else:
                 names.append(name)
+    if strict and skipped:
+        raise ValueError(f"{skipped[0].file}: {skipped[0].reason} (--strict).")
+    if not names:
+        kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
+        raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
     return sorted(names), skipped
 
 

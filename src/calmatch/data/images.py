@@ -195,6 +195,18 @@ def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
         return square_image(_plain_colours(image), size, squash)
 
 
+def preview(data: bytes, side: int) -> Image.Image:
+    """An image for a person: upright, in plain colours, no side longer than so many pixels."""
+    image = open_image(data)
+    image.draft("RGB", (side, side))
+    with _pixel_room.hold(PIXEL * image.width * image.height), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        ImageOps.exif_transpose(image, in_place=True)
+        plain = _plain_colours(image)
+        plain.thumbnail((side, side))
+        return plain
+
+
 def open_image(data: bytes, formats: tuple[str, ...] = FORMATS) -> Image.Image:
     """An image whose pixels are not read yet; one large enough to be a bomb is refused.
 

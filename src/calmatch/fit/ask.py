@@ -3,8 +3,9 @@
 Images lie on a graph of neighbours, over which labels spread. Before an answer, what a label would
 say of every image is a Gaussian process on that graph; asked is the image whose label leaves least
 variance, where each image counts as much as the model doubts between its two likeliest classes
-(V-optimality, Ji and Han, 2012, with weights). Without a model all count alike: that covers the data. One question in FAIR goes to
-the next image of a random order instead; answers to those, and only those, estimate the error.
+(V-optimality, Ji and Han, 2012, with weights). Without a model all count alike: that covers the
+data. One question in FAIR goes to the next image of a random order instead; the answers to those,
+and only those, are held out to estimate the error.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Questions:
         return Asked(np.array(chosen, np.int64), np.array(random, bool))
 
     def fair_rows(self, rows: Any) -> Rows:
-        """Of answered rows those that are a random sample: the order, up to the first not among them."""
+        """Which answered rows are a random sample: the order, up to the first not answered."""
         known = np.isin(self.order, np.asarray(rows, np.int64))
         return np.asarray(self.order[: len(known) if known.all() else known.argmin()], np.int64)
 

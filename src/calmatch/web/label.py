@@ -1,0 +1,581 @@
+"""`calmatch label`: pictures in the browser, one question at a time; each answer is saved at once."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import secrets
+import subprocess
+import sys
+import threading
+import traceback
+import unicodedata
+import webbrowser
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calmatch import console, files, ops, posthoc
+from calmatch.data import images as stored
+from calmatch.data.folder import ImageFolder, decode_folder, list_images, match_labels, read_labels
+from calmatch.fit import ask, portfolio
+from calmatch.fit.plan import choose_network
+from calmatch.options import FitOptions, LabelOptions
+from calmatch.runs import load_examples
+from calmatch.web import build_app, listen, run
+
+HERE = Path(__file__).parent
+LIMIT = 1 << 18  # bytes of a request
+SHOWN, SMALL, TINY = 1200, 256, 128  # pixels: of a picture, of one in a grid; below, no JPEG
+GROUP, PAGE, AHEAD = 12, 60, 8  # pictures in a group, on a page of the list, chosen beforehand
+LONGEST = 100  # characters of a class's name
+OTHER = {"none": "none of these", "unsure": "cannot tell"}
+REPORT_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; font-src data:; sandbox allow-scripts allow-downloads"
+)
+Answer = tuple[str, str]  # ("label", its class), ("none", "") or ("unsure", "")
+Change = tuple[str, Answer | None, Answer | None]  # of a name: what it was, what it is to be
+
+
+def label(options: LabelOptions) -> None:
+    """Serve the page until it is interrupted; then say what was saved."""
+    path = options.labels
+    names, skipped = list_images(options.pictures)
+    usable, odd = _writable(names)
+    with _hold(path):
+        answers = Answers(path, usable)
+        session = prepare(options, answers, usable, [*skipped, *odd])
+        place, token = listen("127.0.0.1", options.port), secrets.token_urlsafe(16)
+        app = build_app(routes(session), place, token=token, limit=LIMIT)
+        place.listen(128)
+        address = f"http://127.0.0.1:{place.getsockname()[1]}/?token={token}"
+        console.message("Ctrl-C ends it; nothing needs saving.", options.quiet)
+        print(f"Label here: {address}", flush=True)
+        if not options.no_browser:
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        try:
+            run(app, place)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            session.close()
+            print(answers.saved(), flush=True)
+
+
+def _writable(names: Sequence[str]) -> tuple[list[str], list[stored.Skipped]]:
+    """Names that come out of a CSV as they went in."""
+    good, odd = [], []
+    for name in names:
+        if name == name.strip() and name == stored.valid_text(name) and "\0" not in name:
+            good.append(name)
+        else:
+            odd.append(stored.Skipped(stored.valid_text(name), "a CSV cannot hold its name"))
+    return good, odd
+
+
+@contextmanager
+def _hold(path: Path) -> Iterator[None]:
+    """One server for one file of labels; the lock dies with the process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f".{path.name}.lock").open("wb")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}.") from error
+    with file:
+        if not files.try_lock(file):
+            raise ValueError(f"Another `calmatch label` has {path} open: use its page, or end it.")
+        yield
+
+
+class Stale(Exception):
+    """What is to be changed is no longer what it was: another tab was faster."""
+
+
+class Answers:
+    """What a person said of each picture, by name. Labels lie in one file, as `fit` reads it;
+    "none of these" and "cannot tell" beside it in NAME.other.csv, so that `fit` takes no notice."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self.path, self.other = path, path.with_name(f"{path.stem}.other.csv")
+        self.lock, self.version = threading.RLock(), 0
+        self.held: dict[str, Answer] = {}
+        kinds = {text: kind for kind, text in OTHER.items()}
+        for name, text in self._read(self.other, names).items():
+            self.held[name] = (kinds.get(text, "unsure"), "")
+        for name, text in self._read(path, names).items():
+            self.held.pop(name, None)  # a kill between two files: the label came first or last
+            self.held[name] = ("label", text)
+        self.classes = list(dict.fromkeys(text for _, text in self.held.values() if text))
+        self.log: list[list[tuple[str, Answer | None]]] = [[(name, None)] for name in self.held]
+        self.written = {each: self._table(each) for each in (self.path, self.other)}
+
+    @staticmethod
+    def _read(path: Path, names: Sequence[str]) -> dict[str, str]:
+        if not path.exists():
+            return {}
+        lines = files.read_bytes(path).decode("utf-8-sig", "replace").splitlines()
+        header = [cell.strip().lower() for cell in next(csv.reader(lines[:1]), [])]
+        if header != ["file", "label"]:
+            raise ValueError(
+                f"{path} is not a CSV with the header file,label alone: what else it holds would "
+                f"be lost. Choose another file with --labels."
+            )
+        if not any(line.strip(" ,\t") for line in lines[1:]):
+            return {}
+        return match_labels(read_labels(path, names), names, path)
+
+    def _table(self, path: Path) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["file", "label"])
+        for name, (kind, own) in self.held.items():
+            if (kind == "label") == (path == self.path):
+                writer.writerow([name, own or OTHER[kind]])
+        return text.getvalue()
+
+    def change(self, changes: Sequence[Change], log: bool = True) -> None:
+        """All of them or none, on disk when this returns; Stale where one is not as it says."""
+        with self.lock:
+            if any(self.held.get(name) != before for name, before, _ in changes):
+                raise Stale
+            kept = dict(self.held)
+            for name, _, after in changes:
+                if after is None:
+                    self.held.pop(name, None)
+                else:
+                    self.held[name] = after
+            labelled_first = any(after and after[0] == "label" for _, _, after in changes)
+            try:
+                for path in (self.path, self.other) if labelled_first else (self.other, self.path):
+                    if (text := self._table(path)) != self.written[path] or not self.path.exists():
+                        files.write(path, text)
+                        self.written[path] = text
+            except OSError:
+                self.held = kept
+                raise
+            for _, _, after in changes:
+                if after and after[1] and after[1] not in self.classes:
+                    self.classes.append(after[1])
+            if log:
+                self.log.append([(name, before) for name, before, _ in changes])
+            self.version += 1
+
+    def undo(self, version: int) -> list[str]:
+        """The last change back, and the names it was about."""
+        with self.lock:
+            if version != self.version:
+                raise Stale
+            if not self.log:
+                return []
+            self.change([(n, self.held.get(n), before) for n, before in self.log[-1]], log=False)
+            return [name for name, _ in self.log.pop()]
+
+    def counts(self) -> Counter[str]:
+        """Labels of each class."""
+        return Counter(text for kind, text in self.held.values() if kind == "label")
+
+    def saved(self) -> str:
+        """What a person has at the end."""
+        counts = self.counts()
+        labels, classes = sum(counts.values()), len(counts)
+        other = len(self.held) - labels
+        also = f" {other} of no class are in {self.other}." if other else ""
+        return f"Saved: {labels} labels of {classes} classes in {self.path}.{also}"
+
+
+def prepare(
+    options: LabelOptions, answers: Answers, names: Sequence[str], skipped: list[stored.Skipped]
+) -> Session:
+    """Features of the pictures that may be asked for: a random sample of many, and labelled ones.
+
+    All are in the order of a hash of their names: the same tomorrow, and as good as random.
+    """
+    order = sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())
+    first: list[str] = []
+    if options.first is not None:
+        examples = load_examples(options.first)
+        first = [name for name in examples.asked_files if name in set(order)] if examples else []
+    known = set(list(answers.held)[-ask.MOST :]) | set(first)
+    free = [name for name in order if name not in answers.held][: ask.MOST]
+    pool = known | set(free)
+    chosen = tuple(name for name in order if name in pool)
+    device = ops.pick_device(options.device)
+    net, _, notes = choose_network(FitOptions(options.pictures, net=options.net), device)
+    for note in notes:
+        console.message(note, options.quiet)
+    extractor = portfolio.load_extractor(net, None, device)
+    listed = ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
+    with console.ProgressBar("decoding", len(chosen), 0, options.quiet, unit="pictures") as bar:
+        pixels, own = decode_folder(listed, extractor.views.source, False, bar, squash=True)
+    if len(own.names) < 3:
+        raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
+    features = portfolio.compute_features(extractor, pixels, options.quiet)
+    spaces = portfolio.Embedding.fit(features).spaces(features)
+    return Session(
+        options.pictures, own.names, answers, spaces, len(names), first, [*skipped, *own.skipped]
+    )
+
+
+class Session:
+    """The pictures of a page, what is asked next, and a model that learns in the background."""
+
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str],
+        answers: Answers,
+        spaces: Sequence[portfolio.Array],
+        whole: int,
+        first: Sequence[str] = (),
+        skipped: Sequence[stored.Skipped] = (),
+    ) -> None:
+        self.root, self.names, self.answers, self.whole = root, names, answers, whole
+        self.unreadable = skipped
+        self.place = {name: row for row, name in enumerate(names)}
+        self.teachers = portfolio.Teachers(spaces, 2)
+        self.questions = ask.Questions(spaces, self.teachers.graph, np.arange(len(names)))
+        self.first = [self.place[name] for name in first if name in self.place]
+        self.put_off: dict[int, None] = {}
+        self.queue: list[int] = []
+        self.key = secrets.token_hex(4)  # a browser keeps pictures; another session has others
+        self.model: tuple[ask.Learned, list[str], portfolio.Array] | None = None
+        self.curve: dict[int, posthoc.Estimate] = {}
+        self.learned = -1  # the version of the answers that the model knows
+        self.fit: Fit | None = None
+        self.wake, self.ended = threading.Event(), False
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+        self.wake.set()
+
+    def close(self) -> None:
+        self.ended = True
+        self.wake.set()
+        if self.fit is not None:
+            self.fit.process.terminate()
+
+    def rows(self) -> dict[int, Answer]:
+        """What has been answered, of the pictures here, the oldest first."""
+        with self.answers.lock:
+            held = self.answers.held.items()
+            return {self.place[name]: answer for name, answer in held if name in self.place}
+
+    def _work(self) -> None:
+        """In a thread: after every change learn what is known by then."""
+        for share in (0.25, 0.5, 0.75):  # an earlier session's curve
+            self._learn(share)
+        while not self.ended:
+            self.wake.wait()
+            self.wake.clear()
+            if self.learned != self.answers.version and not self.ended:
+                self._learn()
+
+    def _learn(self, share: float = 1.0) -> None:
+        version, rows = self.answers.version, self.rows()
+        labelled = {row: text for row, (kind, text) in rows.items() if kind == "label"}
+        labelled = dict(list(labelled.items())[: round(share * len(labelled))])
+        classes = sorted(set(labelled.values()))
+        try:
+            if len(classes) > 1 and len(labelled) > len(classes):
+                y = [classes.index(text) for text in labelled.values()]
+                fair = self.questions.fair_rows([*rows, *self.put_off])
+                learned = ask.learn(self.teachers, list(labelled), y, fair)
+                self.curve[len(labelled)] = learned.error
+                if share == 1.0:
+                    probs = learned.probs(self.teachers.inputs)
+                    self.model = (learned, classes, probs)
+                    self.queue = self._choose(rows)
+            elif share == 1.0:
+                self.model = None
+        except Exception:  # a fault of ours, which must not end the labelling
+            console.warn(traceback.format_exc())
+        if share == 1.0:
+            self.learned = version
+
+    def _choose(self, rows: dict[int, Answer]) -> list[int]:
+        """The next questions."""
+        gone = {*rows, *self.put_off}
+        probs = None
+        if self.model is not None:  # as uncalibrated as when it was proved
+            own = self.model[0].weights
+            probs = portfolio.softmax(self.teachers.inputs @ own[:-1] + own[-1])
+        return self.questions.next(gone, probs, AHEAD).rows.tolist()
+
+    def question(self) -> int | None:
+        """The next picture to ask for; those put off come last."""
+        rows = self.rows()
+        for _ in range(2):
+            for row in (*self.first, *self.queue):
+                if row not in rows and row not in self.put_off:
+                    return row
+            self.queue = self._choose(rows)
+        return next((row for row in self.put_off if row not in rows), None)
+
+    def act(self, what: str, body: Any) -> dict[str, Any]:
+        """One change that a page asks for; the state after it."""
+        changed: list[str] = []
+        if what == "answer":
+            changes = body.get("changes")
+            if not isinstance(changes, list) or not 0 < len(changes) <= GROUP:
+                raise ValueError(f"changes must be a list of 1 to {GROUP}.")
+            self.answers.change([self._change(each) for each in changes])
+        elif what == "undo":
+            changed = self.answers.undo(body.get("version"))
+        elif what == "class":
+            name = clean_name(body.get("name"))
+            with self.answers.lock:
+                if name not in self.answers.classes:
+                    self.answers.classes.append(name)
+        elif what == "skip":
+            self.put_off[self._row(body.get("row"))] = None
+        elif what == "fit" and (self.fit is None or self.fit.process.poll() is not None):
+            if len(self.answers.counts()) < 2:
+                raise ValueError("Label pictures of two classes first.")
+            self.fit = Fit(self.root, self.answers.path)
+        self.wake.set()
+        return self.state() | {
+            "undone": [self.show(self.place[n]) for n in changed if n in self.place]
+        }
+
+    def _row(self, value: Any) -> int:
+        if type(value) is not int or not 0 <= value < len(self.names):
+            raise ValueError("There is no such picture.")
+        return value
+
+    def _change(self, each: Any) -> Change:
+        if not isinstance(each, dict):
+            raise ValueError("A change has row, before and after.")
+        name = self.names[self._row(each.get("row"))]
+        return name, read_answer(each.get("before")), read_answer(each.get("after"))
+
+    def show(self, row: int) -> dict[str, Any]:
+        """A picture as the page knows it."""
+        name = self.names[row]
+        return {"row": row, "name": name, "answer": self.answers.held.get(name)}
+
+    def state(self) -> dict[str, Any]:
+        """All that the page shows."""
+        with self.answers.lock:
+            counts, row = self.answers.counts(), self.question()
+            classes = [{"name": name, "count": counts[name]} for name in self.answers.classes]
+            answered = len(self.rows())
+            return {
+                "key": self.key,
+                "version": self.answers.version,
+                "file": str(self.answers.path),
+                "labels": sum(counts.values()),
+                "answered": answered,
+                "pictures": len(self.names),
+                "whole": self.whole,
+                "undoable": len(self.answers.log),
+                "classes": classes,
+                "question": None if row is None else self.show(row),
+                "ahead": [k for k in self.queue if k != row][:3],
+                "busy": self.learned != self.answers.version,
+                "model": self.describe(),
+                "fit": self.fit and self.fit.describe(),
+                "unreadable": [list(item) for item in self.unreadable[:20]],
+                "unreadable_count": len(self.unreadable),
+            }
+
+    def describe(self) -> dict[str, Any] | None:
+        """The model in numbers: error over labels, confidence against truth, every class."""
+        if self.model is None:
+            return None
+        learned, classes, probs = self.model
+        guess, confidence = probs.argmax(1), probs.max(1)
+        free = np.ones(len(probs), bool)
+        free[list(self.rows())] = False
+        each = []
+        for k, name in enumerate(classes):
+            own = free & (guess == k)
+            right = round(float(confidence[own].mean()), 3) if own.any() else None
+            each.append({"name": name, "guessed": int(own.sum()), "right": right})
+        agreement, a_class = learned.gain
+        gain = posthoc.expected_gain(agreement, a_class, 10 / len(classes))
+        return {
+            "error": learned.error,
+            "curve": [(count, *error) for count, error in sorted(self.curve.items())],
+            "ten_more": gain,
+            "random": len(learned.truth),
+            "reliability": _bins(learned.held, learned.truth),
+            "classes": each,
+        }
+
+    def guess(self, row: int) -> list[tuple[str, float]]:
+        """The model's three likeliest classes of a picture, for a person who asks."""
+        if self.model is None:
+            return []
+        _, classes, probs = self.model
+        return [(classes[k], round(float(probs[row, k]), 3)) for k in np.argsort(-probs[row])[:3]]
+
+    def group(self, row: int) -> list[dict[str, Any]]:
+        """A picture and those like it that have no answer yet: near, and perhaps of its class."""
+        alike = self.questions.kernel[row]
+        if self.model is not None:
+            alike = alike * (self.model[2] @ self.model[2][row])
+        rows, order = self.rows(), np.argsort(-alike, kind="stable").tolist()
+        return [self.show(k) for k in [row, *(k for k in order if k != row)] if k not in rows][:GROUP]
+
+    def labelled(self, start: int) -> list[dict[str, Any]]:
+        """A page of what has been answered, the newest first."""
+        return [self.show(row) for row in list(self.rows())[::-1][start : start + PAGE]]
+
+    def picture(self, row: int, side: int) -> tuple[bytes, str]:
+        """Encoded anew, with its type: what a browser gets is never a file of the folder."""
+        data = files.read_bytes(self.root / self.names[row], stored.LARGEST_FILE)
+        image, content = stored.preview(data, side), io.BytesIO()
+        kind = "png" if max(image.size) <= TINY else "jpeg"
+        image.save(content, kind, quality=90)
+        return content.getvalue(), f"image/{kind}"
+
+
+def _bins(
+    probs: NDArray[Any], truth: NDArray[Any], most: int = 5
+) -> list[tuple[float, float, int]]:
+    """Mean confidence, share right and number, of equally many random answers each."""
+    order = np.argsort(probs.max(1))
+    bins = np.array_split(order, max(1, min(most, len(order) // 5))) if len(order) else []
+    right = probs.argmax(1) == truth
+    return [(float(probs[b].max(1).mean()), float(right[b].mean()), len(b)) for b in bins]
+
+
+def clean_name(value: Any) -> str:
+    """The name of a class as `fit` will read it."""
+    if not isinstance(value, str):
+        raise ValueError("A class has a name.")
+    name = unicodedata.normalize("NFC", value).strip()
+    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in name):
+        raise ValueError("A name holds no control characters.")
+    if not 0 < len(name) <= LONGEST:
+        raise ValueError(f"A name has 1 to {LONGEST} letters.")
+    return name
+
+
+def read_answer(value: Any) -> Answer | None:
+    """From JSON."""
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and value[0] == "label":
+        return "label", clean_name(value[1])
+    if isinstance(value, list) and len(value) == 2 and value[0] in OTHER:
+        return str(value[0]), ""
+    raise ValueError("An answer is a label, none, unsure, or nothing.")
+
+
+class Fit:
+    """`calmatch fit` with these labels, in a process of its own."""
+
+    def __init__(self, root: Path, labels: Path) -> None:
+        base = Path.cwd()
+        if base.is_relative_to(root.resolve()):
+            base = root.resolve().parent
+        number = 1
+        while (out := base / f"fit-{root.resolve().name}-{number}").exists():
+            number += 1
+        self.out, self.lines = out, deque[str](maxlen=200)
+        words = ["fit", str(root), "--labels", str(labels), "--out", str(out)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "calmatch", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    def describe(self) -> dict[str, Any]:
+        """How far it is."""
+        lines, code = list(self.lines), self.process.poll()
+        stages = [line for line in lines if line[1:3] == "/5" and line[:1].isdigit()]
+        return {
+            "out": str(self.out),
+            "stage": int(stages[-1][0]) if stages else 0,
+            "lines": lines,
+            "code": code,
+            "report": code == 0 and (self.out / "report.html").exists(),
+        }
+
+
+def routes(session: Session) -> list[Any]:
+    """The page, its pictures, and what it asks for."""
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    def page(name: str, kind: str) -> Any:
+        content = (HERE / name).read_bytes()
+        return lambda request: Response(content, media_type=kind)
+
+    def reading(act: Callable[[Request], Any]) -> Any:
+        def answer(request: Request) -> Response:
+            if not 0 <= request.path_params.get("row", 0) < len(session.names):
+                return JSONResponse({"error": "There is no such picture."}, 404)
+            return JSONResponse(act(request))
+
+        return answer
+
+    def picture(request: Request) -> Response:
+        row = request.path_params["row"]
+        try:
+            if not 0 <= row < len(session.names):
+                raise ValueError("there is no such picture")
+            content, kind = session.picture(
+                row, SMALL if "small" in request.query_params else SHOWN
+            )
+        except stored.BROKEN as error:
+            return JSONResponse({"error": f"It cannot be shown: {files.reason(error)}."}, 404)
+        kept = {"cache-control": "private, max-age=3600"}
+        return Response(content, media_type=kind, headers=kept)
+
+    def report(request: Request) -> Response:
+        if session.fit is None or not session.fit.describe()["report"]:
+            return JSONResponse({"error": "There is no report yet."}, 404)
+        content = files.read_bytes(session.fit.out / "report.html")
+        policy = {"content-security-policy": REPORT_POLICY}
+        return Response(content, media_type="text/html; charset=utf-8", headers=policy)
+
+    async def change(request: Request) -> Response:
+        what = request.path_params["what"]
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise ValueError("The request must be one JSON object.")
+            return JSONResponse(await run_in_threadpool(session.act, what, body))
+        except Stale:
+            why = "Another tab has changed this; what you see now is what is saved."
+            return JSONResponse({"error": why, **session.state()}, 409)
+        except (ValueError, RecursionError) as error:
+            why = str(error) if type(error) is ValueError else "The request is not JSON."
+            return JSONResponse({"error": why}, 400)
+        except OSError as error:
+            why = f"{session.answers.path} cannot be written: {files.reason(error)}."
+            return JSONResponse({"error": why}, 507)
+
+    return [
+        Route("/", page("label.html", "text/html; charset=utf-8")),
+        Route("/label.css", page("label.css", "text/css; charset=utf-8")),
+        Route("/label.js", page("label.js", "text/javascript; charset=utf-8")),
+        Route("/favicon.ico", lambda request: Response(status_code=204)),
+        Route("/picture/{row:int}", picture),
+        Route("/state", reading(lambda request: session.state())),
+        Route("/one/{row:int}", reading(lambda r: session.show(r.path_params["row"]))),
+        Route("/guess/{row:int}", reading(lambda r: session.guess(r.path_params["row"]))),
+        Route("/group/{row:int}", reading(lambda r: session.group(r.path_params["row"]))),
+        Route("/labelled/{row:int}", reading(lambda r: session.labelled(r.path_params["row"]))),
+        Route("/report", report),
+        Route("/do/{what:str}", change, methods=["POST"]),
+    ]
