@@ -42,6 +42,7 @@ MEMORY_SETTINGS = {
     "bench": "--jobs (runs at once on a device)",
 }
 ALARM = getattr(signal, "SIGALRM", None)  # Windows has none: there a signal is not repeated
+HANGUP = getattr(signal, "SIGHUP", None)  # the terminal, or the connection to it, has gone
 _silenced = False
 
 
@@ -129,6 +130,7 @@ class ProgressBar:
 
 def run_guarded(act: Callable[[], int], command: str = "") -> int:
     """Do it; mistakes are one sentence, our own faults a traceback."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # an ASCII console shows other letters as escapes
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -150,6 +152,17 @@ def run_guarded(act: Callable[[], int], command: str = "") -> int:
             return 1
         print(f"calmatch: {visible(sentence)}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
+
+
+def _open_standard_streams() -> None:
+    """Where one is closed (`2>&-`): nothing, or a file of ours would get its number, and words."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
 
 
 def _sentence(error: Exception, command: str) -> str | None:
@@ -272,7 +285,9 @@ def _handle_signals(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = filter(None, (signal.SIGINT, signal.SIGTERM, ALARM))
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, HANGUP, ALARM) if n is not None]
+    if HANGUP and signal.getsignal(HANGUP) == signal.SIG_IGN:  # nohup
+        numbers.remove(HANGUP)
     before = {number: signal.signal(number, answer) for number in numbers}
     try:
         yield

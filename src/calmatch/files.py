@@ -13,7 +13,7 @@ import stat
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 LARGEST_BYTES = {"json": 1 << 26, "npz": 1 << 32}  # bytes, of arrays when they are unpacked
 LARGEST_TEXT = 1 << 28  # bytes of any other file that is read whole
+MOST_ENTRIES = 1 << 21  # lists and mappings in a JSON file: each takes much more than its letters
+UNPACKED = (1 << 28, 100)  # bytes that a small .npz may unpack to, and how often its own size
 WINDOWS = os.name == "nt"
 LITTER_SECONDS = 24 * 3600  # after which a half-written file is left over, where one cannot ask
 fcntl, msvcrt = (
@@ -53,7 +55,7 @@ def read_bytes(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
     """A whole file, if it is a regular one and not too large; an OSError else."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= most and len(data := file.read(size + 1 if size else -1)) <= most:
+        if size <= most and len(data := file.read((size or most) + 1)) <= most:
             return data
     raise OSError(errno.EINVAL, f"it is larger than {most >> 20} MiB", str(path))
 
@@ -72,9 +74,11 @@ def reason(error: BaseException) -> str:
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
     """Another name to write to; it becomes `path` when the block ends well, and vanishes else."""
+    if path.exists() and not path.is_file():  # /dev/null would become a file
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     other = path.with_name(f".{path.name}.{os.getpid()}.part")
     other.unlink(missing_ok=True)  # a link somebody left there would be followed
-    _sweep(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*.part"))
+    sweep(path.parent.glob(f".{glob.escape(path.name)}.[0-9]*.part"))
     try:
         yield other
         _sync(other)
@@ -118,7 +122,10 @@ def write_npz(path: Path, /, **arrays: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A mapping from a JSON file; a ValueError in one sentence."""
     try:
-        content = json.loads(read_bytes(path, LARGEST_BYTES["json"]).decode("utf-8"))
+        data = read_bytes(path, LARGEST_BYTES["json"])
+        if data.count(b"[") + data.count(b"{") > MOST_ENTRIES:
+            raise ValueError("it has too many entries")
+        content = json.loads(data.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}.") from error
     if not isinstance(content, dict):
@@ -130,12 +137,22 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz without running code, and without unpacking a bomb."""
     try:
         with zipfile.ZipFile(regular(path)) as archive:
-            if sum(item.file_size for item in archive.infolist()) > LARGEST_BYTES["npz"]:
+            least, times = UNPACKED
+            most = min(max(least, times * path.stat().st_size), LARGEST_BYTES["npz"])
+            if sum(item.file_size for item in archive.infolist()) > most:
                 raise ValueError("it is too large")
+            for item in archive.infolist():
+                check_member(item)
         with np.load(path, allow_pickle=False) as arrays:
             return {name: _plain_array(arrays[name]) for name in arrays.files}
     except Exception as error:  # whatever zip, zlib and numpy make of a broken or hostile file
         raise ValueError(f"{path} is not a .npz file of plain arrays: {reason(error)}.") from error
+
+
+def check_member(item: zipfile.ZipInfo) -> None:
+    """Refuse what Python's zip reader unpacks in one piece, whatever size it says it has."""
+    if item.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError("it is compressed in another way than zip files usually are")
 
 
 def _plain_array(array: NDArray[Any]) -> NDArray[Any]:
@@ -145,20 +162,22 @@ def _plain_array(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a run folder in which a name leads out of it: writing there would follow it."""
-    if not folder.is_dir():
-        return
-    home = folder.resolve()
-    for place in (folder, folder / "checkpoint"):
-        with os.scandir(place) if place.is_dir() else nullcontext(()) as entries:
-            for entry in entries:
-                if entry.is_symlink() and not _within(entry.path, home):
-                    raise ValueError(f"{entry.path} is a link out of the run folder; remove it.")
+    """Refuse a run folder in which a name leads out of it: writing there would follow it.
+
+    So is one that is no file: a pipe in the place of a log or a lock would be waited for.
+    """
+    home, below = folder.resolve(), ("checkpoint", "work", "work/*", "work/*/*")
+    for place in (folder, *(place for pattern in below for place in folder.glob(pattern))):
+        for path in place.iterdir() if place.is_dir() else ():
+            if path.is_symlink() and not _within(path, home):
+                raise ValueError(f"{path} is a link out of the run folder; remove it.")
+            if not (path.is_file() or path.is_dir()) and path.exists():
+                raise ValueError(f"{path} is neither a file nor a folder; remove it.")
 
 
-def _within(link: str, home: Path) -> bool:
+def _within(link: Path, home: Path) -> bool:
     try:
-        return Path(link).resolve(strict=True).is_relative_to(home)
+        return link.resolve(strict=True).is_relative_to(home)
     except (OSError, RuntimeError):  # it leads nowhere, or to itself
         return False
 
@@ -197,7 +216,7 @@ def lock(folder: Path) -> Iterator[None]:
         _acquire(file, folder)
         _held_locks.add(file)
         try:
-            _sweep((*folder.glob(".*.part"), *folder.glob("*/.*.part")))
+            sweep((*folder.glob(".*.part"), *folder.glob("*/.*.part")))
             yield
         finally:
             _held_locks.discard(file)
@@ -232,7 +251,7 @@ def _is_being_written(litter: Path) -> bool:
     return not number.isdecimal() or _is_alive(int(number))
 
 
-def _sweep(litter: Iterable[Path]) -> None:
+def sweep(litter: Iterable[Path]) -> None:
     """Remove what killed processes had not finished."""
     for path in litter:
         with suppress(OSError):

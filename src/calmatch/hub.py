@@ -64,9 +64,10 @@ def write_repository(run: Run, place: Path, name: str) -> None:
     """What the Hub shows and others load: weights, model.json, config.json, card, one figure."""
     model = load_model(run.folder)
     note = read_model_json(run.folder / "model.json")
-    note["provenance"] |= {"data": run.data}  # a folder's name, not where it lies
+    note["provenance"] |= {"data": run.data}  # a folder's name, not where it lies, nor its command
+    note["provenance"].pop("command", None)
     files.write_json(place / "model.json", note)
-    weights = safetensors.torch.load_file(run.folder / "model.safetensors")
+    weights = safetensors.torch.load_file(files.regular(run.folder / "model.safetensors"))
     body: Any = model.network.net.body
     in_timm = all(key.startswith(PREFIX) for key in weights)
     if in_timm:
@@ -94,7 +95,7 @@ def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     front["model-index"] = [{"name": name, "results": [result]}]
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     words = {"run": run, "model": model, "name": name, "in_timm": in_timm, "rows": rows}
-    card = template.from_string(CARD.read_text("utf-8")).render(words, version=__version__)
+    card = template.from_string(files.read_text(CARD)).render(words, version=__version__)
     return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"
 
 
@@ -116,7 +117,11 @@ def _write_timm_config(body: Any, model: Model, path: Path) -> None:
 def _take_timm_names(path: Path) -> None:
     """A network that timm can load too has timm's names on the Hub, and ours here."""
     with contextlib.suppress(safetensors.SafetensorError):  # loading it will say what is wrong
-        tensors = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else {}
+        tensors = (
+            safetensors.torch.load_file(files.regular(path))
+            if path.suffix == ".safetensors"
+            else {}
+        )
         if tensors and not any("/" in key for key in tensors):
             ours = {PREFIX + key: value for key, value in tensors.items()}
             files.write(path, safetensors.torch.save(ours))

@@ -34,6 +34,7 @@ from calmatch.data.images import (
     too_large,
     unfit_reason,
     valid_text,
+    walk_images,
 )
 from calmatch.model import Model
 
@@ -162,7 +163,7 @@ class ImageSource:
         if not self.path.exists():
             raise ValueError(f"There is no {self.path}.")
         if self.path.is_dir():
-            yield from _walk_images(self.path, self.path.resolve(), "")
+            yield from walk_images(self.path)
         elif is_zip(self.path):
             yield from _names_in_zip(self.path)
         elif self.path.is_file():
@@ -177,27 +178,6 @@ class ImageSource:
         while chunk := list(itertools.islice(names, size)):
             good = [name for name in chunk if isinstance(name, str)]
             yield good, [name for name in chunk if isinstance(name, Skipped)]
-
-
-def _walk_images(folder: Path, root: Path, below: str) -> Iterator[str | Skipped]:
-    """Images in a folder and under it; hidden ones and links out of the folder are left out."""
-    try:
-        with os.scandir(folder) as listing:
-            entries = sorted(listing, key=lambda entry: entry.name)
-    except OSError as error:
-        if not below:
-            raise ValueError(f"{folder} cannot be opened: {error.strerror}.") from error
-        yield Skipped(below, f"it cannot be opened ({error.strerror})")
-        return
-    for entry in entries:
-        name = below + entry.name
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk_images(Path(entry.path), root, f"{name}/")
-        elif entry.name.lower().endswith(SUFFIXES):
-            reason = unfit_reason(Path(entry.path), root)
-            yield Skipped(name, reason) if reason else name
 
 
 def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
@@ -227,7 +207,7 @@ def predict_locally(
         names, skipped, decoded = chunk
         return [*skipped, *answer_chunk(model, names, decoded, probs)]
 
-    assert model.quick  # made before threads ask for it
+    model.quick.eval()  # made before threads ask for it
     chunks = source.chunks(batch or nets.batch_size(model.device))
     for rows in compute_ordered(chunks, read, answer, model.device, workers):
         yield from rows

@@ -7,7 +7,6 @@ import difflib
 import io
 import json
 import math
-import os
 import re
 import unicodedata
 from collections import Counter
@@ -29,6 +28,7 @@ UNLABELLED = ("unlabelled", "unlabeled")
 SIZES = (16, 32, 64, 96, 128)
 LARGEST = 8 * 2**30  # bytes of decoded images that are kept; beyond, they are decoded again
 SHOWN = 5  # mistakes of one kind in a message
+NEAR = 500  # names of pictures among which a mistaken one is looked for
 LONGEST_NAME, MOST_CLASSES = 1000, 100_000  # of a class, and how many: what a model file holds
 
 
@@ -71,9 +71,12 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
     names, skipped = list_images(root, strict)
     known, notes = _by_folder(root, names) if csv is None else _by_csv(csv, names)
     classes = _order_classes(known.values())
-    if long := [name for name in classes if len(name) > LONGEST_NAME]:
-        short = f"{long[0][:40]}..."
-        raise ValueError(f"The label {short!r} has more than {LONGEST_NAME:,} characters.")
+    for name in classes:
+        if not 0 < len(name) <= LONGEST_NAME or name.encode(errors="ignore").decode() != name:
+            raise ValueError(
+                f"{csv or root}: {name[:40]!r} cannot be a label, which has 1 to {LONGEST_NAME:,} "
+                f"characters of valid Unicode."
+            )
     if len(classes) > MOST_CLASSES:
         raise ValueError(f"{csv or root} names {len(classes):,} classes; {MOST_CLASSES:,} at most.")
     if len(classes) < 2:
@@ -90,29 +93,15 @@ def list_images(root: Path, strict: bool = False) -> tuple[list[str], list[Skipp
     if not root.is_dir():
         hint = " Unpack it first." if root.suffix == ".zip" else ""
         raise ValueError(f"There is no folder {root}.{hint}")
-    inside = root.resolve()
-    names, skipped = [], []
-    for folder, below, entries in os.walk(root, followlinks=False):
-        here = Path(folder)
-        below[:] = sorted(name for name in below if not name.startswith((".", "__MACOSX")))
-        for path in (here / name for name in below):
-            if path.is_symlink():
-                link = path.relative_to(root).as_posix()
-                skipped.append(Skipped(link, "a link to a folder is not followed"))
-        for path in (here / name for name in entries):
-            if path.name.startswith(".") or not path.name.lower().endswith(SUFFIXES):
-                continue
-            name = path.relative_to(root).as_posix()
-            if why := stored.unfit_reason(path, inside):
-                skipped.append(Skipped(name, why))
-            else:
-                names.append(name)
+    listed = list(stored.walk_images(root))
+    names = sorted(name for name in listed if isinstance(name, str))
+    skipped = [name for name in listed if isinstance(name, Skipped)]
     if strict and skipped:
         raise ValueError(f"{skipped[0].file}: {skipped[0].reason} (--strict).")
     if not names:
         kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
-    return sorted(names), skipped
+    return names, skipped
 
 
 def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -162,10 +151,13 @@ def _find_doubts(folder: ImageFolder) -> Iterator[str]:
                 f"Class {name!r} has one label: it is learned from, but how well it is recognised "
                 f"cannot be checked. Label at least one more."
             )
-    for folded, times in Counter(name.casefold() for name in folder.classes).items():
-        if times > 1:
-            alike = [repr(name) for name in folder.classes if name.casefold() == folded]
-            yield f"Classes {', '.join(alike)} differ in capitals only."
+    alike: dict[str, list[str]] = {}
+    for name in folder.classes:
+        folded = unicodedata.normalize("NFKC", name.casefold())
+        alike.setdefault(" ".join(folded.split()), []).append(ascii(name))
+    for names in alike.values():
+        if len(names) > 1:
+            yield f"Classes {', '.join(names)} differ in capitals, blanks or accents' codes only."
 
 
 def fitting_size(folder: ImageFolder, sample: int = 400) -> tuple[int, int]:
@@ -252,6 +244,8 @@ def arrange_rows(folder: ImageFolder, hold: float, most: int, seed: int) -> Arra
     for k in range(len(folder.classes)):
         ids = random.permutation(np.flatnonzero(y == k))
         held += ids[: int(hold * len(ids))].tolist()
+    if hold and not held:
+        raise ValueError(f"--hold {hold:g} of so few labels holds none out; leave it out.")
     spare = np.flatnonzero(y < 0)
     if most and len(spare) > most:
         spare = random.choice(spare, most, replace=False)
@@ -373,7 +367,12 @@ def _find_columns(cells: list[str], path: Path) -> tuple[int, int]:
 
 def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> dict[str, str]:
     """The label of each named image; unknown, outside and contradictory ones are errors."""
-    known = {unicodedata.normalize("NFC", name): name for name in names}
+    known: dict[str, str] = {}
+    twins: set[str] = set()  # of files whose names look the same
+    for name in names:
+        plain = unicodedata.normalize("NFC", name)
+        twins |= {plain} & known.keys()
+        known[plain] = name
     first: dict[str, LabelRow] = {}
     unknown: list[LabelRow] = []
     for row in rows:
@@ -381,6 +380,11 @@ def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> 
         if name is None:
             unknown.append(row)
             continue
+        if unicodedata.normalize("NFC", name) in twins:
+            raise ValueError(
+                f"{path}, row {row.number}: two pictures are called {row.file}, one with an accent "
+                f"of its own (NFD); rename one."
+            )
         before = first.setdefault(name, row)
         if before.label != row.label:
             raise ValueError(
@@ -407,7 +411,9 @@ def _plain_name(row: LabelRow, path: Path) -> str:
 def _unknown_sentence(rows: list[LabelRow], known: Mapping[str, str], path: Path) -> str:
     lines = []
     for row in rows[:SHOWN]:
-        close = difflib.get_close_matches(row.file, known, n=1, cutoff=0.6)
+        last = row.file.rpartition("/")[2].rpartition(".")[0].casefold()
+        some = [name for name in known if last in name.casefold()][:NEAR] or list(known)[:NEAR]
+        close = difflib.get_close_matches(row.file[:LONGEST_NAME], some, n=1, cutoff=0.6)
         hint = f" (is it {close[0]}?)" if close else ""
         lines.append(f"row {row.number}: {row.file}{hint}")
     more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""

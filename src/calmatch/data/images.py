@@ -37,12 +37,14 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 LARGEST_FILE = 1 << 28  # bytes of one file; larger ones are not images
 DECODED = 1 << 30  # bytes of files, and of pixels, that all threads may hold at once
-PIXEL = 8  # bytes that decoding takes for each pixel, copies included
+PIXEL, PIXEL_OF = 11, {"WEBP": 16}  # bytes that decoding takes for each pixel, copies included
 STRIP = 1 << 22  # pixels that are converted at once
 KEPT_SECONDS = 30 * 24 * 3600  # that an array stays after its last use
 MARKER = "CACHEDIR.TAG"  # of a folder that may be deleted: https://bford.info/cachedir/
 SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n# Decoded images of calmatch.\n"
 OWN_NAME = re.compile(r"\.?[a-z0-9]+-[0-9a-f-]+\.(npy|json)(\.\d+\.part)?")
+# Damaged metadata does not spoil an image. Once for all: what a thread sets, others restore.
+warnings.filterwarnings("ignore", "", UserWarning, r"PIL\.")
 Pixels = NDArray[np.uint8]
 T = TypeVar("T")
 X = TypeVar("X")
@@ -74,9 +76,12 @@ class ImageFiles:
         if not is_zip(self.root):
             return files.read_bytes(self.root / self.names[place], LARGEST_FILE)
         archive = _open_zip(self.root, os.getpid())
-        if why := too_large(archive.getinfo(self.names[place]).file_size):
+        member = archive.getinfo(self.names[place])
+        files.check_member(member)
+        if why := too_large(member.file_size):
             raise ValueError(why)
-        return archive.read(self.names[place])
+        with archive.open(member) as file:  # no more than it says, whatever it unpacks to
+            return file.read(member.file_size)
 
     def image(self, place: int) -> Pixels:
         """uint8 [3, size, size]; a ValueError names a file that cannot be decoded."""
@@ -188,9 +193,11 @@ def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
     white, and of several frames the first counts. Large JPEGs are decoded at a reduced size.
     """
     image = open_image(data)
+    room = _decoded_bytes(image)
     image.draft("RGB", (3 * size, 3 * size))
-    with _pixel_room.hold(PIXEL * image.width * image.height), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # damaged metadata does not spoil an image
+    if image.format == "JPEG" and data.find(b"\xff\xda", image.fp.tell()) < 0:
+        room = _decoded_bytes(image)  # of a file of several scans, libjpeg holds all the same
+    with _pixel_room.hold(room):
         ImageOps.exif_transpose(image, in_place=True)
         return square_image(_plain_colours(image), size, squash)
 
@@ -213,14 +220,19 @@ def open_image(data: bytes, formats: tuple[str, ...] = FORMATS) -> Image.Image:
     The one call of Pillow's reader: without a list of formats it would start Ghostscript for a
     PostScript file, whatever its name ends in.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            return Image.open(io.BytesIO(data), formats=formats)
-        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-            raise ValueError("it is too large") from error
-        except Image.UnidentifiedImageError as error:  # which would name an object in memory
-            raise OSError(f"cannot identify it as {', '.join(formats)}") from error
+    try:
+        image = Image.open(io.BytesIO(data), formats=formats)
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise ValueError("it is too large") from error
+    except Image.UnidentifiedImageError as error:  # which would name an object in memory
+        raise OSError(f"cannot identify it as {', '.join(formats)}") from error
+    if _decoded_bytes(image) > DECODED:  # Pillow's own limit is anybody's to change
+        raise ValueError("it is too large")
+    return image
+
+
+def _decoded_bytes(image: Image.Image) -> int:
+    return PIXEL_OF.get(image.format or "", PIXEL) * image.width * image.height
 
 
 def _plain_colours(image: Image.Image) -> Image.Image:
@@ -295,6 +307,33 @@ def list_class_folders(root: Path, below: str = "") -> dict[str, list[str]]:
         if name.lower().endswith(SUFFIXES):
             classes.setdefault(Path(name).parent.name, []).append(name)
     return classes
+
+
+def walk_images(root: Path) -> Iterator[str | Skipped]:
+    """Names of images below a folder, in order; hidden ones and links to folders are left out."""
+    inside, folders = root.resolve(), [""]
+    while folders:
+        below, deeper = folders.pop(), []
+        try:
+            with os.scandir(root / below) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError as error:
+            if not below:
+                raise ValueError(f"{root} cannot be opened: {error.strerror}.") from error
+            yield Skipped(below, f"it cannot be opened ({error.strerror})")
+            continue
+        for entry in entries:
+            name = below + entry.name
+            if entry.name.startswith((".", "__MACOSX")):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                deeper.append(f"{name}/")
+            elif entry.is_symlink() and entry.is_dir():
+                yield Skipped(name, "a link to a folder is not followed")
+            elif entry.name.lower().endswith(SUFFIXES):
+                reason = unfit_reason(Path(entry.path), inside)
+                yield Skipped(name, reason) if reason else name
+        folders += reversed(deeper)
 
 
 def unfit_reason(path: Path, inside: Path) -> str:
@@ -416,7 +455,10 @@ def _digest_files(listed: ImageFiles) -> str:
 def cache_root() -> Path:
     """CALMATCH_CACHE, or calmatch's folder in the user's cache."""
     chosen = os.environ.get("CALMATCH_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "calmatch"
+    try:
+        return Path(chosen or "~/.cache/calmatch").expanduser()
+    except RuntimeError as error:  # a user without a home, as in a container
+        raise ValueError("Nobody knows your home folder; set CALMATCH_CACHE or HOME.") from error
 
 
 def cache_folder() -> Path:
@@ -517,6 +559,7 @@ def _remove_unused() -> None:
     folder = cache_folder()
     if not (folder / MARKER).is_file():
         return  # the folder was somebody's before it was ours
+    files.sweep(path for path in folder.glob(".*.part") if OWN_NAME.fullmatch(path.name))
     for path in sorted(folder.iterdir(), reverse=True):  # an array before its note
         with contextlib.suppress(OSError):  # another process was faster
             note = path.suffix == ".json" and path.with_suffix(".npy").exists()

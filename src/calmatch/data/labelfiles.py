@@ -59,7 +59,12 @@ def read_label_json(text: str, path: Path, names: Iterable[str]) -> list[LabelRo
             f"annotations and categories, as COCO-style files have."
         )
     find = _find_by_end(names)
-    rows = [LabelRow(find(file), str(label), number) for number, file, label in entries]
+    rows = []
+    for number, file, label in entries:
+        if not isinstance(label, str | int | float):
+            raise ValueError(f"{path}, row {number}: {label!r:.40} is no name of a class.")
+        if name := unicodedata.normalize("NFC", str(label)).strip():  # as in a table, "" is none
+            rows.append(LabelRow(find(file), name, number))
     if not rows:
         raise ValueError(f"{path} has no labels: nothing in it is annotated with one class.")
     return rows
@@ -116,6 +121,8 @@ def _coco_labels(content: dict[str, Any], path: Path) -> Iterator[tuple[int, str
         classes = {each["id"]: each["name"] for each in content["categories"]}
         images = {each["id"]: each["file_name"] for each in content["images"]}
         annotations = list(content["annotations"])
+        if len(classes) < len(content["categories"]) or len(images) < len(content["images"]):
+            raise ValueError("an id stands there twice")
     except WRONG as error:
         raise ValueError(f"{path} is not a COCO-style file: {error}.") from error
     for number, each in enumerate(annotations, 1):
@@ -129,13 +136,14 @@ def _coco_labels(content: dict[str, Any], path: Path) -> Iterator[tuple[int, str
 
 def _find_by_end(names: Iterable[str]) -> Callable[[str], str]:
     known = {unicodedata.normalize("NFC", name): name for name in names}
+    deepest = max((plain.count("/") for plain in known), default=0) + 1
     last: dict[str, list[str]] = {}
     for plain, name in known.items():
         last.setdefault(plain.rpartition("/")[2], []).append(name)
 
     def find(file: str) -> str:
         parts = unicodedata.normalize("NFC", str(file)).replace("\\", "/").split("/")
-        for start in range(len(parts)):
+        for start in range(max(0, len(parts) - deepest), len(parts)):
             if (end := "/".join(parts[start:])) in known:
                 return known[end]
         upload = re.sub(r"^[0-9a-f]{8}-", "", parts[-1])  # as Label Studio names what it was sent

@@ -70,9 +70,9 @@ def check_options(options: FitOptions) -> None:
         raise ValueError(f"--size must lie between 8 and 512 pixels, not {options.size}.")
     if options.hold is not None and not 0 < options.hold < 1:
         raise ValueError(f"--hold is a share of the labels between 0 and 1, not {options.hold:g}.")
-    for name in ("steps", "batch"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(options, name)}.")
+    for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, not {getattr(options, name)}.")
     kind = methods.find(options.method or METHOD)
     if options.freeze and kind.heads is not Method.heads:
         raise ValueError(f"{options.method} has layers of its own; use it with --no-frozen.")

@@ -421,7 +421,9 @@ class Session:
         if self.model is not None:
             alike = alike * (self.model[2] @ self.model[2][row])
         rows, order = self.rows(), np.argsort(-alike, kind="stable").tolist()
-        return [self.show(k) for k in [row, *(k for k in order if k != row)] if k not in rows][:GROUP]
+        return [self.show(k) for k in [row, *(k for k in order if k != row)] if k not in rows][
+            :GROUP
+        ]
 
     def labelled(self, start: int) -> list[dict[str, Any]]:
         """A page of what has been answered, the newest first."""
