@@ -19,7 +19,7 @@ FLOORS = [
     ("a run: trained, and read back", "training runs options"),
     ("what people do with it", "fit predict export estimator"),
     ("what people look at", "report bench hub web"),
-    ("the command line", "cli __main__ __init__"),
+    ("the command line", "cli demo __main__ __init__"),
 ]
 LEVEL = {room: level for level, (_, rooms) in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))

@@ -77,7 +77,7 @@ def write_repository(run: Run, place: Path, name: str) -> None:
         facts = {"library_name": "calmatch", "net": note["net"], "label_names": note["classes"]}
         files.write_json(place / "config.json", facts)
     files.write(place / "model.safetensors", safetensors.torch.save(weights, {"format": "pt"}))
-    save_figure(reliability_figure([run]), place / "reliability.png")
+    save_figure(reliability_figure({run.title: run.predictions()}), place / "reliability.png")
     files.write(place / "README.md", write_card(run, model, name, in_timm))
 
 

@@ -258,7 +258,8 @@ def draw_logits(figure: Figure, content: Content) -> None:
 def draw_logits_all(figure: Figure, content: Content) -> None:
     """Classes downward, runs across, the same axes everywhere."""
     lines = content["lines"]
-    _draw_logit_panels(figure, sum(lines, []), len(lines), len(lines[0]), 1.3)
+    panels = [panel for line in lines for panel in line]
+    _draw_logit_panels(figure, panels, len(lines), len(lines[0]), 1.4)
 
 
 def _draw_logit_panels(
@@ -267,35 +268,40 @@ def _draw_logit_panels(
     width, height = max(COLUMN, 1.75 * wide), height * deep + 0.5
     figure.set_size_inches(width, height)
     figure.set_layout_engine("none")  # so many panels would take it half a minute
-    edges = {"left": 0.5 / width, "right": 1 - 0.1 / width, "hspace": 0.75, "wspace": 0.4}
-    edges |= {"bottom": 0.85 / height, "top": 1 - 0.25 / height}
+    edges = {"left": 0.5 / width, "right": 1 - 0.1 / width, "hspace": 0.9, "wspace": 0.4}
+    edges |= {"bottom": 0.85 / height, "top": 1 - 0.35 / height}
     grid = figure.subplots(deep, wide, sharex=True, sharey=True, squeeze=False, gridspec_kw=edges)
+    keys: dict[str, Any] = {}
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_densities(axes, panel)
         axes.tick_params(labelbottom=True, labelleft=True, labelsize=6)
         axes.set_xlabel(panel["kind"], fontsize=6, labelpad=1)
         axes.set_ylabel("density", fontsize=6, labelpad=1)
-        name = panel["names"][str(panel["target"])]
-        axes.set_title(f"{panel['title']}, class {name}", fontsize=6, pad=3)
+        (low, high), name = panel["range"], panel["names"][str(panel["target"])]
+        words = f"all {low:.0f} to {high:.0f}, wrong classes ≤ {panel['rival']:.1f}"
+        axes.set_title(f"{panel['title']}, class {name}\n{words}", fontsize=6, pad=3)
+        handles, labels = axes.get_legend_handles_labels()
+        keys |= dict(zip(labels, handles, strict=True))
+    grid[0, 0].set_ylim(0, None)  # all share it
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    draw_legend(figure, grid[0, 0], 5 if deep * wide <= 16 else 10)
+    names = sorted(keys, key=lambda name: (name == TRUE_CLASS, keys[name].get_label()))
+    handles = [keys[name] for name in names]
+    figure.legend(handles, names, loc="lower center", ncols=6 if wide < 5 else 11)
+
+
+TRUE_CLASS = "true class (shaded)"
 
 
 def _draw_densities(axes: Axes, panel: Content) -> None:
     for place, (k, heights) in enumerate(panel["density"].items()):
-        name = panel["names"][k]
         if int(k) == panel["target"]:
-            label = f"{name} (true class, shaded)"
-            axes.plot(panel["x"], heights, color="black", lw=1.4, label=label)
+            axes.plot(panel["x"], heights, color="black", lw=1.4, label=TRUE_CLASS)
             axes.fill_between(panel["x"], heights, color="0.5", alpha=0.25, lw=0)
         else:
             colour, dash = PALETTE[place % 6], "-" if place < 6 else "--"
+            name = panel["names"][k]
             axes.plot(panel["x"], heights, color=colour, ls=dash, lw=0.9, label=name)
-    low, high = panel["range"]
-    words = f"{low:.0f} to {high:.0f}\nwrong ≤ {panel['rival']:.1f}"
-    axes.text(1, 1, words, transform=axes.transAxes, ha="right", va="top", fontsize=5)
-    axes.set_ylim(0, None)
 
 
 def prepare_penalty(table: RunTable) -> Content:
@@ -391,8 +397,8 @@ def draw_ranks(figure: Figure, content: Content) -> None:
         best = min(ranks)
         axes.plot([best, best + test["distance"]], [below] * 2, color=colour, marker="|", lw=1.5)
     axes.set_yticks(range(len(order)), [row + "?" * (row in doubted) for row in order])
-    words = f"mean rank, 1 best ({content['kind']})\nbars: rows nearer to the best cannot"
-    axes.set_xlabel("\n".join([f"{words} be told from it", *[DOUBTED] * bool(doubted)]))
+    words = [f"mean rank, 1 best ({content['kind']})", "bars: so near, none is told from the best"]
+    axes.set_xlabel("\n".join(words + [DOUBTED] * bool(doubted)), fontsize=7)
     axes.set_xlim(0.8, len(order) + 0.2)
     draw_legend(figure, axes, 3, above=True)
 

@@ -1,7 +1,7 @@
 """Figures by matplotlib: their style, their bytes, and the reliability diagram."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calmatch import metrics
 from calmatch.files import write
-from calmatch.runs import Run, probabilities
+from calmatch.runs import probabilities
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of two, and both
 # Okabe and Ito's palette for colour-blind readers too, yellow (too light on white) last as brown
@@ -107,25 +107,27 @@ def draw_reliability(axes: Axes, panel: dict[str, Any], title: str, size: float 
     axes.tick_params(labelsize=size)
     axes.set_xlabel("confidence", fontsize=size)
     axes.set_ylabel("accuracy", fontsize=size)
-    numbers = f"error {100 * panel['error']:.1f} %, ECE {100 * panel['ece']:.1f} %"
-    axes.set_title(f"{title}\n{numbers}", fontsize=size)
+    numbers = [f"error {100 * panel['error']:.1f} %", f"ECE {100 * panel['ece']:.1f} %"]
+    axes.set_title(f"{title}\n{(', ' if size > 6 else chr(10)).join(numbers)}", fontsize=size)
 
 
 def draw_reliability_legend(figure: Figure) -> None:
     """What bars, dots and the line mean, below all panels."""
-    bar: Any = Patch(color=PALETTE[0], label="right answers (darker: more pictures)")
-    dot = Line2D([], [], color=PALETTE[1], marker="o", ls="", ms=3.5, label="a bin's mean")
-    line = Line2D([], [], color="0.6", ls="--", label="honest: below it is too sure")
+    bar: Any = Patch(color=PALETTE[0], label="share right (darker: more pictures)")
+    dot = Line2D(
+        [], [], color=PALETTE[1], marker="o", ls="", ms=3.5, label="a bin's mean confidence"
+    )
+    line = Line2D([], [], color="0.6", ls="--", label="honest (below: too sure)")
     figure.legend(handles=[bar, dot, line], loc="outside lower center", ncols=3, fontsize=7)
 
 
-def reliability_figure(runs: Sequence[Run]) -> Figure:
-    """A reliability diagram of each run, side by side."""
+def reliability_figure(panels: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
+    """A reliability diagram of each title's log-probabilities and labels, side by side."""
     with mpl.rc_context({"font.size": 9, "legend.frameon": False, **PLAIN_AXES}):
-        figure = Figure(figsize=(2.5 * len(runs), 3.1), layout="constrained")
-        for place, run in enumerate(runs):
-            axes = figure.add_subplot(1, len(runs), place + 1)
-            draw_reliability(axes, prepare_reliability(*run.predictions()), run.title, size=9)
+        figure = Figure(figsize=(max(4.8, 2.6 * len(panels)), 3.3), layout="constrained")
+        for place, (title, predictions) in enumerate(panels.items()):
+            axes = figure.add_subplot(1, len(panels), place + 1)
+            draw_reliability(axes, prepare_reliability(*predictions), title, size=9)
         draw_reliability_legend(figure)
         return figure
 

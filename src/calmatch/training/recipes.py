@@ -31,6 +31,14 @@ def digits_40(method: str = "fixmatch", **changes: Any) -> Config:
     return config.replace(**changes)
 
 
+def digits_hard(method: str = "fixmatch", **changes: Any) -> Config:
+    """Digits with noise and 2 labels a class, lightly augmented: wrong and sure in seconds."""
+    config = digits_40(method, dataset="digits(noise=30)", labels=20, batch=10, steps=400)
+    config = config.replace(net="small(width=12)")
+    config = config.replace(weak="translate(0.05)", strong="translate(0.15)|cutout(0.3)")
+    return config.replace(**changes)
+
+
 def cifar100(method: str = "fixmatch", *, labels: int = 200, **changes: Any) -> Config:
     """CIFAR-100 with ViT-S/2 pretrained on ImageNet at 32 px, as USB."""
     config = _usb("cifar100", labels, method, "vit_small_patch2_32", "crop(4)|flip", warmup=0)
@@ -119,6 +127,7 @@ _LABELS: Mapping[Callable[..., Config], tuple[int, ...]] = {
 }
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
+    "digits_hard": digits_hard,
     **{
         f"{recipe.__name__}_{number}": functools.partial(recipe, labels=number)
         for recipe, numbers in _LABELS.items()
