@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import calmatch
+from conftest import ALONE
 
 ROOT = Path(calmatch.__file__).parent
 FLOORS = [
@@ -81,10 +83,44 @@ def test_a_module_with_a_single_importer_is_a_plug_in():
     assert not lonely
 
 
-def test_every_public_name_exists_and_importing_the_package_is_light():
+LOADED = """
+import sys
+from calmatch.cli import main
+code = main(sys.argv[1:])
+names = [name for name in sys.modules if name.partition(".")[0] == "calmatch"]
+print(code, len(names), any(name in sys.modules for name in ("torch", "numpy", "tyro")))
+"""
+
+
+def loaded(*words: str | Path) -> tuple[int, int, bool]:
+    """A command's exit code, the calmatch modules it has loaded, and whether heavy packages too."""
+    command = [sys.executable, "-c", LOADED, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ALONE, check=True)
+    code, number, heavy = done.stdout.splitlines()[-1].split()
+    return int(code), int(number), heavy == "True"
+
+
+def test_every_public_name_exists_and_the_package_and_its_help_are_light():
     assert all(hasattr(calmatch, name) for name in calmatch.__all__)
-    code = "import sys, calmatch; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = "import sys, calmatch; print(sum(name.startswith('calmatch') for name in sys.modules))"
+    alone = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(alone.stdout) <= 4
+    code, _, heavy = loaded("--help")  # under 0.3 s, which a loaded machine cannot measure
+    assert (code, heavy) == (0, False)
+
+
+@pytest.mark.slow
+def test_a_command_loads_few_rooms(tmp_path):
+    run = tmp_path / "run"
+    words = ("train", "digits_40", "--steps", "3", "--device", "cpu", "--quiet", "--out", run)
+    code, number, _ = loaded(*words)
+    assert code == 0
+    assert number <= 38
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
+    table = tmp_path / "answers.csv"
+    code, number, _ = loaded("predict", run, tmp_path / "red.png", "-o", table, "--quiet")
+    assert code == 0
+    assert number <= 16
 
 
 def test_the_table_of_floors_in_contributing_is_true():

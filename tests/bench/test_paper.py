@@ -22,7 +22,7 @@ from calmatch.data.batches import long_tail
 from calmatch.data.dataset import DATASETS, Dataset
 from calmatch.training import recipes
 from calmatch.training.config import check_config
-from calmatch.training.setup import build_parts, margin_warnings
+from calmatch.training.setup import build_losses, build_parts, margin_warnings
 from calmatch.training.step import make_training
 
 ALL = [cell for suite in SUITES for cell in suite_cells(suite)]
@@ -146,10 +146,10 @@ def test_every_cell_builds_its_real_configuration():
             continue
         seen.add((*parts, config.net))
         augment.pipeline(config.weak), augment.pipeline(config.strong)
-        method = methods.build(config.method, task)
-        text = config.unlabelled_loss or method.losses["unlabelled"]
-        losses.build(f"{text} + {config.penalty}" if config.penalty else text, 10, 40)
-        warned = margin_warnings(config, method, 100 if "cifar100" in config.dataset else 10)
+        classes = 100 if "cifar100" in config.dataset else 10
+        method = methods.build(config.method, task._replace(classes=classes))
+        _, loss = build_losses(config, method)
+        warned = margin_warnings(config, method, loss)
         starving = (cell.suite, config.method.split("(")[0], config.penalty)
         assert bool(warned) == (starving in STARVED)
 

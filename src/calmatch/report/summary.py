@@ -1,6 +1,6 @@
 """The numbers behind the report's charts, and the same as tables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,10 +293,23 @@ def signed(value: float, digits: int = 1) -> str:
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
+RUN_TABLES = {  # the heads of their columns
+    "reliability": "confidence, %; pictures; mean confidence, %; accuracy, %; 95 % interval",
+    "smooth": "confidence, %; accuracy, %; 95 % interval",
+    "risk": "answered, %; error, %; 95 % interval; promised error, %; threshold, %",
+    "tested": "step; set; error, %; ECE, %",
+    "trained": "step; in use, %; agreeing, %; pseudo-labels right, %",
+}
+
+
 def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
-    """The numbers of every chart as text: the head of its table, and the rows."""
+    """The numbers of every chart as text; of several runs, each row begins with the run's title."""
     names, runs = data.get("classes", ()), data["runs"]
-    tables = {key: _run_table(runs, *columns) for key, columns in RUN_TABLES.items()}
+    own, first = [(run["title"], _run_rows(run)) for run in runs], 0 if len(runs) > 1 else 1
+    tables = {}
+    for key, head in RUN_TABLES.items():
+        rows = [[title, *row][first:] for title, of_run in own for row in of_run[key]]
+        tables[key] = {"head": ["run", *head.split("; ")][first:], "rows": rows}
     if "confusion" not in data:
         return tables
     pairs = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
@@ -315,48 +328,34 @@ def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
     }
 
 
-def _run_table(
-    runs: Sequence[Data], head: str, rows_of: Callable[[Data], list[list[str]]]
-) -> dict[str, Any]:
-    """Of several runs, each row begins with the run's title."""
-    if len(runs) == 1:
-        return {"head": head.split("; "), "rows": rows_of(runs[0])}
-    rows = [[run["title"], *row] for run in runs for row in rows_of(run)]
-    return {"head": ["run", *head.split("; ")], "rows": rows}
-
-
-def _reliability_rows(run: Data) -> list[list[str]]:
-    rows = [row for row in run["bins"] if row["n"]]
-    starts = [(_range(row, ("left", "right"), 0), f"{row['n']:,}") for row in rows]
-    pairs = zip(starts, rows, strict=True)
-    return [[*start, *_percents(row, "confidence accuracy"), _range(row)] for start, row in pairs]
-
-
-def _smooth_rows(run: Data) -> list[list[str]]:
+def _run_rows(run: Data) -> dict[str, list[list[str]]]:
+    """The rows of each of a run's tables."""
+    bins = [row for row in run["bins"] if row["n"]]
+    ranges = [(_range(row, ("left", "right"), 0), f"{row['n']:,}") for row in bins]
     names = [name for name in ("at", "accuracy", "low", "high") if name in run["smooth"]]
-    columns = [run["smooth"][name][::5] for name in names]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    return [[percent(row["at"], 0), percent(row["accuracy"]), _range(row)] for row in rows]
-
-
-def _risk_rows(run: Data) -> list[list[str]]:
-    rows = run["risk"][:: max(1, len(run["risk"]) // 20)]
-    if rows[-1] is not run["risk"][-1]:
-        rows = [*rows, run["risk"][-1]]
-    ends = [(percent(row["promised"]), percent(row["threshold"], 2)) for row in rows]
-    pairs = zip(rows, ends, strict=True)
-    return [[*_percents(row, "coverage error"), _range(row), *end] for row, end in pairs]
-
-
-def _tested_rows(run: Data) -> list[list[str]]:
-    lines = run["tested"]
-    return [[f"{line['step']:,}", line["split"], *_percents(line, "error ece")] for line in lines]
-
-
-def _trained_rows(run: Data) -> list[list[str]]:
-    lines = [line for line in run["trained"] if "accepted" in line]
-    keys = "accepted agree pseudo_accuracy"
-    return [[f"{line['step']:,}", *_percents(line, keys)] for line in lines]
+    columns = zip(*(run["smooth"][name][::5] for name in names), strict=True)
+    points = [dict(zip(names, values, strict=True)) for values in columns]
+    risk = run["risk"][:: max(1, len(run["risk"]) // 20)]
+    risk = risk if risk[-1] is run["risk"][-1] else [*risk, run["risk"][-1]]
+    ends = [(percent(row["promised"]), percent(row["threshold"], 2)) for row in risk]
+    trained = [line for line in run["trained"] if "accepted" in line]
+    shares = "accepted agree pseudo_accuracy"
+    return {
+        "reliability": [
+            [*start, *_percents(row, "confidence accuracy"), _range(row)]
+            for start, row in zip(ranges, bins, strict=True)
+        ],
+        "smooth": [[percent(p["at"], 0), percent(p["accuracy"]), _range(p)] for p in points],
+        "risk": [
+            [*_percents(row, "coverage error"), _range(row), *end]
+            for row, end in zip(risk, ends, strict=True)
+        ],
+        "tested": [
+            [f"{line['step']:,}", line["split"], *_percents(line, "error ece")]
+            for line in run["tested"]
+        ],
+        "trained": [[f"{line['step']:,}", *_percents(line, shares)] for line in trained],
+    }
 
 
 def _percents(row: Data, keys: str) -> list[str]:
@@ -365,15 +364,3 @@ def _percents(row: Data, keys: str) -> list[str]:
 
 def _range(row: Data, ends: Sequence[str] = ("low", "high"), digits: int = 1) -> str:
     return "–".join(percent(row[end], digits) for end in ends if end in row)
-
-
-RUN_TABLES = {
-    "reliability": (
-        "confidence, %; pictures; mean confidence, %; accuracy, %; 95 % interval",
-        _reliability_rows,
-    ),
-    "smooth": ("confidence, %; accuracy, %; 95 % interval", _smooth_rows),
-    "risk": ("answered, %; error, %; 95 % interval; promised error, %; threshold, %", _risk_rows),
-    "tested": ("step; set; error, %; ECE, %", _tested_rows),
-    "trained": ("step; in use, %; agreeing, %; pseudo-labels right, %", _trained_rows),
-}

@@ -112,8 +112,8 @@ def assemble(config: Config, material: Material, make_body: Callable[[], nn.Modu
     if device.type == "cuda" and sum(isinstance(m, nn.Conv2d) for m in net.modules()) > 1:
         net = net.to(memory_format=torch.channels_last)  # what its convolutions compute in
     momentum = method.ema if config.ema is None else config.ema
-    labelled_loss, unlabelled_loss = _build_losses(config, method)
-    warnings = margin_warnings(config, method, classes)
+    labelled_loss, unlabelled_loss = build_losses(config, method)
+    warnings = margin_warnings(config, method, unlabelled_loss)
     if config.cap_threshold:
         caps = losses.margins(unlabelled_loss, classes)
         reachable = [losses.ceiling(config.cap_threshold * m, classes) for m in caps]
@@ -157,23 +157,20 @@ def _make_split(config: Config, data: dataset.Dataset) -> Split:
     return split
 
 
-def margin_warnings(config: Config, method: Method, classes: int) -> list[str]:
+def margin_warnings(config: Config, method: Method, loss: Loss) -> list[str]:
     """What a person should know before hours are spent."""
-    texts = [text for text in (config.penalty, config.unlabelled_loss) if text]
-    if not texts or config.cap_threshold:
-        return []
-    loss = losses.build(" + ".join(texts), classes, method.task.labelled)
+    classes = method.task.classes
     caps = [losses.ceiling(m, classes) for m in losses.margins(loss, classes)]
     return [
         f"Warning: margin caps confidence at {cap:.3f}, under the threshold "
         f"{method.threshold} of {config.method}: it will run out of pseudo-labels. Raise m, "
         f"lower the threshold, or set --cap-threshold 0.7."
         for cap in caps
-        if cap < method.threshold
+        if cap < method.threshold and not config.cap_threshold
     ]
 
 
-def _build_losses(config: Config, method: Method) -> tuple[Loss, Loss]:
+def build_losses(config: Config, method: Method) -> tuple[Loss, Loss]:
     if not method.u_views and (config.penalty or config.unlabelled_loss):
         raise ValueError(f"{config.method} uses no unlabelled pictures, so it takes no penalty.")
     labelled = config.labelled_loss or method.losses["labelled"]
