@@ -94,7 +94,7 @@ class ProgressBar:
         self.began, self.unit = time.monotonic(), unit
         self.words: dict[str, str] = {}
         rate, note = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[note]}")
-        done = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        done = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
         columns = (*done, rate, TimeRemainingColumn(), note)
         self.progress = Progress(*columns, console=console, disable=not self.show)
         self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
@@ -121,7 +121,7 @@ class ProgressBar:
         """The words a person wants beside the bar: of a training line, or of an evaluation."""
         if line.get("accepted") is not None:
             self.words["use"] = f"pseudo-labels in use {line['accepted']:.0%}"
-        if line.get("error") is not None:
+        if line.get("error") is not None and not _silenced:  # a part's own numbers are no result
             self.words["error"] = f"error about {line['error']:.0%}"
             self.words["ece"] = f"confidence off by {line['ece']:.0%}"
         if self.show:

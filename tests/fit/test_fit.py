@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import calmatch.fit as fits
-from calmatch import console
+from calmatch import console, nets
 from calmatch.cli import main
 from calmatch.data.images import ImageFiles
 from calmatch.fit import crossval, whole
-from calmatch.model import load_model
+from calmatch.model import load_model, write_model
 from calmatch.options import FitOptions
 from calmatch.runs import Run
 from calmatch.training.config import Config
@@ -257,6 +257,43 @@ def test_a_model_may_be_continued_with_a_new_class(fitted, tmp_path, how):
     second = fit_into(asked, tmp_path / "second")
     assert len(second.result.classes) == 4
     assert second.config.net.partition("(")[0] == first.config.net.partition("(")[0]
+
+
+KINDS = {  # of networks, and a size each takes
+    "tiny": 16,
+    "small(width=4)": 16,
+    "efficientnet_lite0(pretrained=False)": 32,
+    "wrn_28_2": 16,
+    "vit_tiny_patch2_32": 32,
+    "timm.mobilenetv3_small_050(pretrained=False)": 32,
+}
+QUICK = ("tiny", "small", "efficientnet_lite0")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "net",
+    [n if n.startswith(QUICK) else pytest.param(n, marks=pytest.mark.slow) for n in KINDS],
+)
+def test_every_kind_of_network_goes_on_with_its_own_weights(pics, tmp_path, net, frozen):
+    """A stranger's weights would be refused; a fresh start would be no start from it."""
+    size = KINDS[net]
+    text = f'embedded(on="{net}", size={size}, width=4)' if frozen else net
+    body = nets.build(text, 2, size)
+    entries = {"mean": [0.5] * 3, "std": [0.5] * 3, "versions": {}, "provenance": {}}
+    names = {"net": text, "method": "supervised", "classes": ["kind 0", "kind 1"], "size": size}
+    (tmp_path / "start").mkdir()
+    write_model(tmp_path / "start", nets.Net(body, {}), **names, **entries)
+    wanted = {} if frozen else {"hold": 0.3, "steps": 1, "no_frozen": True}
+    asked = FitOptions(pics, start=tmp_path / "start", device="cpu", tta=None, **wanted)
+    run = fit_into(asked, tmp_path / "run")
+    after = load_model(run.folder).network.net.body
+    before, after = getattr(body, "body", body), getattr(after, "body", after)
+    first = next(name for name, value in body.named_parameters() if value.ndim > 1)
+    first = first.removeprefix("body.") if frozen else first
+    theirs, ours = (dict(each.named_parameters())[first] for each in (before, after))
+    far = float((ours - theirs).detach().abs().max() / theirs.detach().abs().max())
+    assert far == 0 if frozen else far < 0.1  # one step away at most
 
 
 @pytest.fixture(scope="module")

@@ -254,6 +254,7 @@ def fit_state(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> dict[
     prefix = "model." if all(name.startswith("model.") for name in ours) else ""
     state = {}
     for name, tensor in theirs.items():
+        name = name.removeprefix(prefix)
         wanted = ours.get(prefix + name)
         if wanted is None or name.startswith(DROPPED_HEADS):
             continue

@@ -137,7 +137,8 @@ def chart_numbers(run: Run, preds: Predictions, detail: Detail = FINE) -> dict[s
     lines = runs.read_lines(path) if path.is_file() else []
     trained = _log_curve(lines, "train", "accepted agree pseudo_accuracy pseudo_ece")
     tested: list[dict[str, Any]] = []
-    for split in ("test", "validation"):
+    learned = run.result.evaluated_on == "crossfit"  # its "test" set is what it learned from
+    for split in ("validation",) if learned else ("test", "validation"):
         curve = summary.thin(_log_curve(lines, split, "error ece"), detail.lines)
         tested += [{**line, "split": split} for line in curve]
     smoothness = (detail.points, detail.band, known and known.value)
