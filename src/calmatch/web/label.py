@@ -334,10 +334,11 @@ class Session:
                     self.answers.classes.append(name)
         elif what == "skip":
             self.put_off[self._row(body.get("row"))] = None
-        elif what == "fit" and (self.fit is None or self.fit.process.poll() is not None):
-            if len(self.answers.counts()) < 2:
-                raise ValueError("Label pictures of two classes first.")
-            self.fit = Fit(self.root, self.answers.path)
+        elif what == "fit" and len(self.answers.counts()) > 1:
+            if self.fit is None or self.fit.process.poll() is not None:
+                self.fit = Fit(self.root, self.answers.path)
+        else:
+            raise ValueError("Label pictures of two classes first.")
         self.wake.set()
         return self.state() | {
             "undone": [self.show(self.place[n]) for n in changed if n in self.place]
