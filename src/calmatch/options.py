@@ -265,7 +265,7 @@ class FigureOptions:
     target: int = 5
     """The class whose logits are shown (figure logits)."""
     published: bool = False
-    """Draw the paper's own numbers (figures ranks, critical and radar); needs no runs."""
+    """Draw the paper's own numbers (figures ranks and radar); needs no runs."""
 
 
 def __getattr__(name: str) -> Any:
