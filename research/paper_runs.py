@@ -1,16 +1,47 @@
 """The paper's network on the paper's data: ViT-S/2 pretrained here, then EuroSAT by its recipe.
 
-    python research/paper_runs.py pretrain TINY_IMAGENET.npz PARTS --minutes 9
-    python research/paper_runs.py join PARTS weights.safetensors
-    python research/paper_runs.py runs EUROSAT.npz PARTS WORK --budget-seconds 540
+USB's ViT-S/2 (ImageNet at 32 px) cannot be had offline, so `pretrain` trains the same network on
+Tiny-ImageNet (200 classes at 32 px), supervised, until the time is up: the learning rate follows
+the clock, not a number of steps. `runs` trains cells of the paper from these weights, the most
+informative first; the seeds of a cell share one captured graph. What has a line in
+research/results/paper_runs.jsonl is not run again, and every line says how many steps it had
+(the paper: 204,800). `page` writes research/paper_runs.md from the lines, claim by claim.
 
-USB's ViT-S/2 (ImageNet at 32 px) cannot be had offline. `pretrain` trains the same network on an
-archive of pictures (research/archive.py makes one), supervised, until the time is up: the learning
-rate follows the clock, not a number of steps. It prints the accuracy on the archive's test pictures
-and writes bfloat16 weights in parts that can be sent. `runs` trains cells of the paper from these
-weights, the most informative first; the seeds of a cell share one captured graph. What is in
-research/results/paper_runs.jsonl already is not run again, and a run that was stopped goes on from
-its checkpoint in WORK. Shorter than the paper's 204,800 steps; every line says how much.
+Typed here first (a few minutes of CPU; .paper is in .git/info/exclude, so it travels by `carry`):
+
+    echo /.paper/ >> .git/info/exclude && mkdir -p .paper && tools/carry.sh small
+    cp SHARED/data/tiny_imagenet_32.npz .paper/tiny.npz
+    unzip -q SHARED/data/EuroSAT.zip -d DATA/eurosat      # DATA is CALMATCH_DATA
+    CALMATCH_DATA=DATA python research/archive.py eurosat32 "eurosat(size=32)" --limit 20
+    mv DATA/archive/eurosat32.npz .paper/eurosat.npz
+
+Then on the GPU machine, each number one command, the next within 30 s of the last one's end, so
+that the machine stays warm and keeps /tmp. P stands for `PYTHONPATH=src:/tmp/carry
+PYTHONUNBUFFERED=1 CALMATCH_CACHE=/tmp/cache python3 research/paper_runs.py`:
+
+    1  carry .carry, .paper/tiny.npz; timeout 600 (13 MB of repository + 4 + 42: 56 MiB of 64)
+       python3 -m zipfile -e .carry/packages.zip /tmp/carry &&
+       P pretrain .paper/tiny.npz /tmp/parts --minutes 7 && cp -r /tmp/parts $OUT/parts
+    2  carry .paper/eurosat.npz; timeout 600
+       P runs .paper/eurosat.npz /tmp/parts /tmp/work --lines $OUT/lines.jsonl --budget-seconds 560
+    3  append lines.jsonl to research/results/paper_runs.jsonl here, then the same line as 2: what
+       has a line is skipped, what was stopped goes on from its checkpoint in /tmp/work
+
+| stage | seconds of the 1,800 | comes back |
+|---|---|---|
+| start of the machine, transfers | 150 | |
+| 1 pretrain, 7 minutes, about 45 epochs | 440 | 3 parts of 15 MiB at most, note.json |
+| 2 runs | 575 | a line a run |
+| 3 runs | 575 | a line a run |
+
+A run of 20,480 steps is about 75 s of an H200 (3.6 ms a step), alone or beside others: 1,120 s are
+15 runs. The first 48 of the list therefore need three sessions; later ones carry .paper/parts
+(stage 1's files, copied from where the tool put them) instead of tiny.npz, begin with stage 2 and
+have 1,650 s, 22 runs. Everything in one session: --steps 7680 (28 s a run, 40 runs). Commands end
+by themselves before their limit: --minutes and --budget-seconds count from their start.
+After each session: `python research/paper_runs.py page`.
+
+Without a GPU every stage can be tried in a minute: see tests/research/test_paper_runs.py.
 """
 
 from __future__ import annotations
@@ -30,13 +61,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from calmatch import augment, load_run, nets, recipes
-from calmatch.bench import engine, shorten
+from calmatch import augment, load_run, nets, recipes, spec
+from calmatch.bench import engine, paper, shorten, stats
 from calmatch.console import catch_signals
 from calmatch.data import dataset
 from calmatch.training.config import Config
 
 LINES = Path(__file__).parent / "results" / "paper_runs.jsonl"
+PAGE = Path(__file__).parent / "paper_runs.md"
 STATISTICS = (0.5, 0.5, 0.5)  # mean and deviation, as the recipe of EuroSAT shows its images
 STRONG = "crop(4)|flip|randaugment(2)"
 RESERVE = 25.0  # seconds to measure and to save
@@ -75,7 +107,12 @@ def main() -> None:
     command.add_argument("--only", default="", help="cells with this text in their name")
     command.add_argument("--at-once", type=int, default=6, help="runs on the GPU")
     command.add_argument("--net", default="vit_small_patch2_32")
+    command.add_argument("--cifar", type=Path, help="archive of CIFAR-10, for its cells")
     command.set_defaults(act=run_cells)
+    command = commands.add_parser("page", help="claims of the paper, from the lines")
+    command.add_argument("--lines", type=Path, default=LINES)
+    command.add_argument("--out", type=Path, default=PAGE)
+    command.set_defaults(act=lambda o: o.out.write_text(make_page(read_lines(o.lines))))
     options = parser.parse_args()
     options.act(options)
 
@@ -92,7 +129,7 @@ def pretrain(options: argparse.Namespace) -> None:
         some = slice(options.most)
         data = data._replace(test_images=data.test_images[some], test_labels=data.test_labels[some])
     images, labels = (torch.as_tensor(x).to(device) for x in (data.images, data.labels))
-    net: Any = nets.build(f"{options.net}(drop_path=0.0)", len(data.classes)).to(device)
+    net: Any = nets.build(with_setting(options.net, drop_path=0.0), len(data.classes)).to(device)
     if options.start:
         net.load_state_dict({k: v.float() for k, v in join(options.start).items()}, strict=False)
     net.pos_drop = KeepSome(options.keep)
@@ -126,7 +163,7 @@ def pretrain(options: argparse.Namespace) -> None:
         net.pos_drop.share = share
         learn(*next(batches), 0.0)
     ready = time.monotonic()
-    budget = 60 * options.minutes - (ready - began) - RESERVE
+    budget = max(1.0, 60 * options.minutes - (ready - began) - RESERVE)
     print(f"Ready after {ready - began:.0f} s; training for {budget:.0f} s.", flush=True)
     step, shown, progress = 0, 0.0, 0.0
     while progress < 1:
@@ -151,6 +188,12 @@ def pretrain(options: argparse.Namespace) -> None:
     note |= {"images": len(labels), "lr": options.lr, "keep": options.keep}
     save_parts(ema.state_dict(), options.parts, note)
     print(json.dumps(note))
+
+
+def with_setting(net: str, **settings: Any) -> str:
+    """A network's spec with some arguments more."""
+    item = spec.parse(net)
+    return spec.write(item._replace(kwargs={**item.kwargs, **settings}))
 
 
 class KeepSome(nn.Module):
@@ -280,6 +323,7 @@ def join(folder: Path) -> dict[str, Tensor]:
 
 
 MARGIN = "margin(m=8)"  # the paper's on EuroSAT
+LONG = 2.5  # times the steps of the others: does length change the answer?
 CELLS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # method, column, changes; by information
     *(
         (method, f"eurosat_{labels}", changes)
@@ -299,6 +343,8 @@ CELLS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # method, column, change
     ("freematch", "eurosat_40", {"penalty": "margin(m=8, where='disagree')"}),
     ("freematch", "eurosat_40", {"unlabelled_loss": "smoothing(alpha=0.1)"}),
     ("freematch", "eurosat_40", {"unlabelled_loss": "focal(gamma=2)"}),
+    *(("freematch", "eurosat_40", {**c, "steps": LONG}) for c in ({}, {"penalty": MARGIN})),
+    *(("freematch", "cifar10_40", c) for c in ({}, {"penalty": "margin(m=10)"})),
 )
 
 
@@ -331,20 +377,26 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
     """The recipe's cells with these weights, shortened: warm-up and intervals in proportion."""
     jobs = []
     for method, column, changes in CELLS:
-        config: Config = recipes.RECIPES[column](method, **changes)
-        config = shorten(config, options.steps).replace(
-            dataset=f"archive(name='{options.archive.resolve()}')",
-            net=f"{options.net}(pretrained='{weights}')",
+        archive = options.cifar if column.startswith("cifar10") else options.archive
+        if archive is None:
+            continue
+        others = {name: value for name, value in changes.items() if name != "steps"}
+        # USB has no configuration of CIFAR-10 with this network: that of CIFAR-100
+        recipe = recipes.cifar100 if column.startswith("cifar10") else recipes.eurosat
+        config: Config = recipe(method, labels=int(column.rpartition("_")[2]), **others)
+        steps = round(options.steps * changes.get("steps", 1))
+        config = shorten(config, steps).replace(
+            dataset=f"archive(name='{archive.resolve()}', size=32)",
+            net=with_setting(options.net, pretrained=str(weights)),
             precision="bf16" if torch.cuda.is_available() else "fp32",
-            eval_every=max(1, options.steps // 20),
-            checkpoint_every=options.steps,
+            eval_every=max(1, steps // 20),
+            checkpoint_every=steps,
         )
-        row = " + ".join([method, *map(str, changes.values())])
-        name = f"{column} {row}"
+        name = " ".join([column, " + ".join([method, *others.values()])])
         if options.only not in name:
             continue
         for seed in options.seeds:
-            key = f"{name} seed{seed} steps{options.steps}"
+            key = f"{name} seed{seed} steps{steps}"
             own = config.replace(seed=seed, split_seed=seed)
             folder = options.work / "".join(c if c.isalnum() else "-" for c in key)
             jobs.append(engine.Job(key, own, folder))
@@ -375,6 +427,7 @@ def make_line(job: engine.Job) -> dict[str, Any]:
     tested, trained = run.lines("test"), run.lines("train")
     best = min(tested, key=lambda line: line["error"])
     last = {name: run.result.metrics[name].value for name in METRICS}
+    sure = float(run.predictions()[0].exp().amax(-1).mean())
     times = [json.loads(line) for line in (job.folder / "times.jsonl").open()]
     return {
         "key": job.name,
@@ -390,10 +443,159 @@ def make_line(job: engine.Job) -> dict[str, Any]:
         "accepted": trained[-1].get("accepted"),
         "agree": trained[-1].get("agree"),
         "pseudo_accuracy": trained[-1].get("pseudo_accuracy"),
+        "sure": round(sure, 5),
+        "ece_crossfit": round(run.result.temperature_scaled["crossfit"].ece, 5),
         "gap": round(run.result.metrics["gap"].value, 3),
         "seconds": round(times[-1]["unix"] - times[0]["unix"]),
         "precision": run.config.precision,
     }
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of all runs, a run once."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return list({line["key"]: line for line in lines}.values())
+
+
+Cell = tuple[str, str, int]  # column, row as in the paper's tables, steps
+
+
+def make_page(lines: list[dict[str, Any]]) -> str:
+    """What of the paper holds with its network, claim by claim, and every number behind it."""
+    cells: dict[Cell, dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        cell = (line["column"], row_name(line), line["steps"])
+        cells.setdefault(cell, {})[line["seed"]] = line
+    steps = sorted({cell[2] for cell in cells})
+    out = ["# The paper's network on real data", ""]
+    out += [
+        f"{len(lines)} runs of ViT-S/2, pretrained by calmatch on Tiny-ImageNet (supervised), with"
+    ]
+    out += [
+        f"{', '.join(f'{n:,}' for n in steps)} steps of the paper's 204,800; warm-up in proportion."
+    ]
+    out += [
+        "Made by `python research/paper_runs.py page` from `research/results/paper_runs.jsonl`.",
+        "",
+    ]
+    out += ["## Claim by claim", "", "| claim | here | holds |", "|---|---|---|"]
+    out += [f"| {claim} | {found} | {holds} |" for claim, found, holds in claims(cells)]
+    out += ["", "95 % intervals by the bootstrap over paired runs, percentage points, last step."]
+    out += ["", "## Every cell", "", "Mean over seeds, %; published: chosen on the test set.", ""]
+    heads = "data | row | steps | runs | error, last | test-selected | published | ECE, last"
+    heads += " | at that step | published | ECE with a temperature | agree"
+    out += [f"| {heads} |", "|---|---|" + "---:|" * 10]
+    for (column, row, length), runs in cells.items():
+        numbers = [f"{length:,}", str(len(runs))]
+        for metric in ("error", "ece"):
+            for place in ("last", "best_on_test"):
+                numbers.append(f"{100 * mean(line[place][metric] for line in runs.values()):.2f}")
+            known = paper.find_published(row, column, metric)
+            doubt = "?" if known and known[1].doubt else ""
+            numbers.append(f"{known[1].value:.2f}{doubt}" if known else "–")
+        numbers.append(f"{100 * mean(line['ece_crossfit'] for line in runs.values()):.2f}")
+        agree = [line["agree"] for line in runs.values() if line["agree"] is not None]
+        numbers.append(f"{100 * mean(agree):.0f}" if agree else "–")
+        out.append(f"| {' | '.join([column, row, *numbers])} |")
+    return "\n".join(out) + "\n"
+
+
+def row_name(line: dict[str, Any]) -> str:
+    """The row of the paper's tables that a line belongs to."""
+    name = line["method"].partition("(")[0]
+    if line["unlabelled_loss"]:
+        return f"{name} + {line['unlabelled_loss'].partition('(')[0]}"
+    where = {"'all'": " on both", "'disagree'": " on U'"}
+    ending = next((words for key, words in where.items() if key in line["penalty"]), "")
+    return f"{name} + margin{ending}" if line["penalty"] else name
+
+
+def mean(values: Any) -> float:
+    return float(np.mean(list(values)))
+
+
+def claims(cells: dict[Cell, dict[int, dict[str, Any]]]) -> Iterator[tuple[str, str, str]]:
+    """What the paper says, what the runs say, and whether it holds."""
+    plain = [runs for (_, row, _), runs in cells.items() if " + " not in row]
+    ahead = [100 * (line["sure"] - 1 + line["last"]["error"]) for r in plain for line in r.values()]
+    yield compared(
+        "Plain methods are overconfident (Observation 1): confidence less accuracy", ahead, 1
+    )
+    agree = [100 * line["agree"] for r in plain for line in r.values() if line["agree"] is not None]
+    words = f"{min(agree):.0f} to {max(agree):.0f} % at the end" if agree else "no run"
+    yield "More than 80 % of accepted pictures agree (Observation 2)", words, verdict(agree, 80)
+    for metric in ("ece", "error"):
+        every: list[float] = []
+        for (column, row, steps), runs in cells.items():
+            base = cells.get((column, row.removesuffix(" + margin"), steps), {})
+            if not row.endswith(" + margin") or not base:
+                continue
+            own = paired(runs, base, metric)
+            every += own
+            place = f"{column}, {steps:,} steps"
+            yield compared(f"The margin lowers {row.partition(' ')[0]}'s {metric}: {place}", own)
+        yield compared(f"The margin lowers {metric}, all pairs (Tables 1 and 2)", every)
+    for other, claim in (
+        ("margin on both", "U'' alone has less ECE than both subsets (subset table)"),
+        ("margin on U'", "U'' alone has less ECE than U' alone (subset table)"),
+        ("smoothing", "The margin has less ECE than label smoothing (radar)"),
+        ("focal", "The margin has less ECE than focal loss (radar)"),
+    ):
+        pairs = [
+            (runs, cells.get((column, f"freematch + {other}", steps), {}))
+            for (column, row, steps), runs in cells.items()
+            if row == "freematch + margin"
+        ]
+        yield compared(claim, [d for own, base in pairs for d in paired(own, base, "ece")])
+    own = [
+        100 * (runs[seed]["last"]["ece"] - base[seed]["ece_crossfit"])
+        for (column, row, steps), runs in cells.items()
+        if row.endswith(" + margin")
+        for base in [cells.get((column, row.removesuffix(" + margin"), steps), {})]
+        for seed in runs.keys() & base.keys()
+    ]
+    yield compared(
+        "Not in the paper: the margin has less ECE than one temperature on the plain run", own
+    )
+    gains = [
+        100 * (line["last"]["error"] - line["best_on_test"]["error"])
+        for r in cells.values()
+        for line in r.values()
+    ]
+    yield (
+        "Choosing the step on the test set flatters the error by",
+        f"{mean(gains):.2f} points",
+        "–",
+    )
+
+
+def paired(runs: dict[int, Any], base: dict[int, Any], metric: str) -> list[float]:
+    """A metric of the last step less that of the same seed elsewhere, percentage points."""
+    seeds = sorted(runs.keys() & base.keys())
+    return [100 * (runs[s]["last"][metric] - base[s]["last"][metric]) for s in seeds]
+
+
+def compared(claim: str, differences: list[float], sign: int = -1) -> tuple[str, str, str]:
+    """A claim that differences have this sign, with their mean, interval and count."""
+    if not differences:
+        return claim, "no run yet", "–"
+    test = stats.paired(differences)
+    words = f"{test.value:+.2f} ({test.low:+.2f} to {test.high:+.2f}), "
+    words += f"{test.better} of {test.number} below zero"
+    ends = sorted((sign * test.low, sign * test.high))
+    return claim, words, "yes" if ends[0] > 0 else "no" if ends[1] < 0 else "not shown"
+
+
+def verdict(values: list[float], least: float) -> str:
+    return (
+        "–"
+        if not values
+        else "yes"
+        if min(values) > least
+        else "in part"
+        if max(values) > least
+        else "no"
+    )
 
 
 if __name__ == "__main__":

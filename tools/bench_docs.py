@@ -20,8 +20,8 @@ from calmatch.report import charts
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "bench.md"
 ASSETS = ROOT / "docs" / "assets" / "bench"
-DIGITS = ("reliability", "entropy", "logits", "penalty", "convergence", "critical")
-PUBLISHED = ("ranks", "critical", "radar")
+DIGITS = ("reliability", "entropy", "logits", "penalty", "convergence")
+PUBLISHED = ("ranks", "radar")
 
 
 def between(text: str, name: str, content: str) -> str:

@@ -1,4 +1,4 @@
-"""Takes the docs' pictures of the report page: `python tools/screenshots.py DEMO_FOLDER`.
+"""Takes the docs' pictures of the report page: `python tools/screenshots.py FOLDER`, which five runs go to.
 
 Pages are made anew from the run folders, so the pictures show what the code of today makes.
 """
@@ -18,8 +18,8 @@ from selenium import webdriver
 from selenium.webdriver import ActionChains
 from selenium.webdriver.chrome.service import Service
 
+from calmatch import recipes, train
 from calmatch.report import build
-from calmatch.runs import load_run
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RUNS = ("supervised", "fixmatch", "fixmatch-margin", "freematch", "freematch-margin")
@@ -86,12 +86,15 @@ def small(data: bytes) -> bytes:
 
 
 def main() -> None:
-    demo = Path(sys.argv[1])
-    runs = [load_run(demo / name) for name in RUNS]
+    folder, runs = Path(sys.argv[1]), []
+    for name in RUNS:
+        method, _, margin = name.partition("-")
+        config = recipes.digits_40(method, penalty="margin(m=10)" if margin else "")
+        runs.append(train(config, folder / name))
     build(runs[-1:], runs[-1].folder / "report.html")
     pages = {
         "one": runs[-1].folder / "report.html",
-        "several": build(runs, demo / "report.html"),
+        "several": build(runs, folder / "report.html"),
     }
     driver = opened()
     try:

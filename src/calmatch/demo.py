@@ -23,11 +23,11 @@ PENALTIES = {"freematch": "", "freematch + margin": "margin(m=4)"}
 def demo(options: DemoOptions) -> None:
     """The same label splits with and without the margin: a table, a picture, a sentence."""
     seeds = range(options.seed, options.seed + options.pairs)
-    message(
-        f"{2 * len(seeds)} runs of FreeMatch on scikit-learn's digits, made hard: 2 labels a class, "
-        f"noise.\n{len(seeds)} label splits, each learned from without and with the margin.",
-        options.quiet,
+    words = (
+        f"{2 * len(seeds)} runs of FreeMatch on scikit-learn's digits made hard (noise, 2 labels "
     )
+    words += f"a class):\n{len(seeds)} label splits, each learned from without and with the margin."
+    message(words, options.quiet)
     jobs = {}
     for row, penalty in PENALTIES.items():
         for seed in seeds:

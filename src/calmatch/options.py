@@ -343,7 +343,7 @@ class FigureOptions:
     suite: str | None = None  # Only the cells of this suite, in its order.
     column: str | None = None  # Only this column (`eurosat_40`); most figures are made for one.
     target: int = 5  # The class whose logits are shown (figure logits).
-    # Draw the paper's own numbers (figures ranks, critical and radar); needs no runs.
+    # Draw the paper's own numbers (figures ranks and radar); needs no runs.
     published: bool = False
 
 

@@ -81,9 +81,9 @@ def test_published_numbers_can_be_drawn(name):
 def test_reliability_puts_a_penalised_run_below_its_method(prepared):
     figure = figures.draw_figure("reliability", prepared["reliability"])
     figure.canvas.draw()
-    places = {axes.get_title(): axes.get_position() for axes in figure.axes}
+    places = {axes.get_title().partition("\nerror")[0]: axes.get_position() for axes in figure.axes}
     for method in ("fixmatch", "freematch"):
-        above, under = places[method], places[f"{method} + margin"]
+        above, under = places[method], places[f"{method}\n+ margin"]
         assert above.x0 == pytest.approx(under.x0)
         assert above.y0 > under.y0
     assert len({round(places[m].x0, 3) for m in ("supervised", "fixmatch", "freematch")}) == 3
@@ -127,14 +127,58 @@ def test_many_log_lines_become_few_points_weighted_by_what_was_accepted(folder, 
     assert curve["agree"]["mean"] == pytest.approx([0.75] * 100)
 
 
-def test_logits_are_centred_and_keep_their_distances(table):
+def test_logits_are_raw_where_the_run_kept_their_mean_and_say_what_they_are(table, tmp_path):
     group = table.groups[0]
-    logits, _, names = figures.centred(group)
-    log_probs, _ = next(iter(group.runs.values())).predictions()
+    logits, labels, names, kind = figures.logits_of(group)
+    run = next(iter(group.runs.values()))
+    log_probs = run.predictions()[0].double().numpy()
+    assert kind == "logit"
+    assert np.allclose(logits.mean(1), run.mean_logits())
+    assert abs(logits.mean()) > 1
+    assert np.allclose(logits - logits[:, :1], log_probs - log_probs[:, :1])
+    assert logits.shape == (len(labels), len(names))
+    place = fabricated.run(tmp_path / "run", group.config)
+    fabricated.history(place, raw=False)
+    logits, _, _, kind = figures.logits_of(gather_runs([place]).groups[0])
+    assert "less the picture's mean" in kind
     assert np.allclose(logits.mean(1), 0)
-    wanted = log_probs.double().numpy()
-    assert np.allclose(np.ptp(logits, axis=1), np.ptp(wanted, axis=1))
-    assert len(names) == logits.shape[1]
+
+
+def test_every_panel_has_tick_labels_and_axis_titles(prepared):
+    for name in ("reliability", "logits", "logits_all", "penalty", "convergence", "entropy"):
+        figure = figures.draw_figure(name, prepared[name])
+        for axes in figure.axes:
+            assert not axes.get_visible() or (axes.get_xlabel() and axes.get_ylabel())
+            for axis in (axes.xaxis, axes.yaxis):
+                assert (
+                    not axes.get_visible()
+                    or axis.get_tick_params()["labelleft" if axis is axes.yaxis else "labelbottom"]
+                )
+
+
+def test_dots_at_the_edge_are_whole_and_shading_is_explained(prepared):
+    figure = figures.draw_figure("reliability", prepared["reliability"])
+    for axes in figure.axes:
+        (dots,) = [line for line in axes.lines if line.get_marker() == "o"]
+        assert not dots.get_clip_on()
+        assert not axes.texts  # numbers stand above the bars
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert any("darker" in word for word in words)
+    for name in ("agreement", "convergence"):
+        legend = figures.draw_figure(name, prepared[name]).legends[0]
+        assert "range over seeds" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_doubted_numbers_are_marked_in_figures_of_the_published_ones():
+    content = figures.published_radar()
+    marked = {(p["column"], row) for p in content["plots"] for row in p["rows"] if "?" in row}
+    assert ("stl10_40", "freematch + margin?") in marked
+    assert ("cifar100_200", "freematch?") not in marked
+    rims = {p["column"]: p["rim"] for p in content["plots"]}
+    assert rims["eurosat_20"] == rims["eurosat_40"]
+    assert rims["cifar100_200"] == rims["cifar100_400"]
+    assert "freematch + margin" in figures.published_ranks()["doubted"]
+    assert "dash" not in figures.published_ranks()["doubted"]
 
 
 def test_densities_integrate_to_one_and_the_penalty_narrows_the_range(prepared):
@@ -213,7 +257,7 @@ def test_mistakes_are_sentences(folder, tmp_path, monkeypatch):
     assert (tmp_path / "entropy.svg").read_text().lstrip().startswith("<?xml")
     figure_command("logits", FigureOptions((folder,), target=3))
     assert (tmp_path / "logits.svg").exists()
-    figure_command("critical", FigureOptions(published=True, out=tmp_path / "c.png"))
+    figure_command("ranks", FigureOptions(published=True, out=tmp_path / "c.png"))
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     for name, options, message in (
         ("ranks", FigureOptions(), "needs run folders"),

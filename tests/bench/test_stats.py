@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,19 +76,6 @@ def test_gaps_in_a_table_are_refused():
         stats.friedman({"a": [1.0, float("nan")], "b": [1.0, 2.0]})
     with pytest.raises(ValueError, match="two rows"):
         stats.friedman({"a": [1.0, 2.0]})
-
-
-@given(
-    st.dictionaries(st.text(min_size=1, max_size=3), st.floats(1, 9), min_size=2, max_size=8),
-    st.floats(0.1, 5),
-)
-def test_a_clique_joins_exactly_what_lies_closer_than_the_distance(ranks, distance):
-    cliques = stats.cliques(ranks, distance)
-    joined = {frozenset(pair) for clique in cliques for pair in itertools.combinations(clique, 2)}
-    for a, b in itertools.combinations(ranks, 2):
-        assert (frozenset((a, b)) in joined) == (abs(ranks[a] - ranks[b]) < distance)
-    for one, other in itertools.permutations(cliques, 2):
-        assert not set(one) <= set(other)
 
 
 def test_the_mean_says_which_deviation():

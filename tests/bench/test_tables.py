@@ -137,8 +137,10 @@ def test_all_tables_and_figures_of_the_paper_come_from_its_runs(tmp_path, protoc
             if first and figure != "logits_all":  # its hundreds of panels take minutes
                 figures.draw_figure(figure, figures.FIGURES[figure].prepare(some))
                 drawn.add((name, figure))
-    assert {("main", "ranks"), ("main", "critical"), ("losses", "radar")} <= drawn
+    assert {("main", "ranks"), ("losses", "radar")} <= drawn
     assert ("losses", "reliability") in drawn
+    grid = figures.prepare_reliability(parts["losses"])["panels"]  # as the paper has it: a grid
+    assert sorted(panel["place"] for panel in grid) == [[k, j] for k in range(6) for j in range(4)]
 
 
 def test_any_part_of_a_suite_makes_tables_and_says_what_is_missing(tmp_path):

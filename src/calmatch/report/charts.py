@@ -118,7 +118,8 @@ def draw_reliability_legend(figure: Figure) -> None:
         [], [], color=PALETTE[1], marker="o", ls="", ms=3.5, label="a bin's mean confidence"
     )
     line = Line2D([], [], color="0.6", ls="--", label="honest (below: too sure)")
-    figure.legend(handles=[bar, dot, line], loc="outside lower center", ncols=3, fontsize=7)
+    columns = 3 if figure.get_figwidth() > 6 else 2
+    figure.legend(handles=[bar, line, dot], loc="outside lower center", ncols=columns, fontsize=7)
 
 
 def reliability_figure(panels: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
