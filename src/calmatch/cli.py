@@ -180,7 +180,7 @@ def _evaluate_checked(options: opts.EvaluateOptions) -> None:
 
 def _report(options: opts.ReportOptions) -> None:
     """One page from one or more run folders."""
-    from calmatch.report import build, write_tensorboard
+    from calmatch.report import build, write_mlflow, write_tensorboard, write_wandb
     from calmatch.runs import load_run
 
     if not options.runs:
@@ -189,9 +189,13 @@ def _report(options: opts.ReportOptions) -> None:
     first = options.runs[0]
     page = build(runs, options.out or (first if len(runs) == 1 else first.parent) / "report.html")
     print(f"Report: {page}")
-    if options.tensorboard:
-        for run in runs:
+    for run in runs:
+        if options.tensorboard:
             print(f"Events: {write_tensorboard(run)}")
+        if options.wandb:
+            print(f"W&B:    {write_wandb(run)}")
+        if options.mlflow:
+            print(f"MLflow: {write_mlflow(run)}")
 
 
 def _predict(options: opts.PredictOptions) -> None:

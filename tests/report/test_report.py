@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +19,17 @@ import torch
 
 import folders
 from calmatch import cli, metrics, report, train
-from calmatch.report import COARSE, SCRIPTS, _read_asset, build, charts, summary, write_tensorboard
+from calmatch.report import (
+    COARSE,
+    SCRIPTS,
+    _read_asset,
+    build,
+    charts,
+    summary,
+    write_mlflow,
+    write_tensorboard,
+    write_wandb,
+)
 from calmatch.report.summary import make_predictions, most_answers, risk_coverage
 from calmatch.report.text import print_runs, short_verdict
 
@@ -315,6 +326,65 @@ def test_event_files_hold_the_log(runs):
     assert [event.step for event in events.Scalars("train/loss")] == [4, 8, 12]
     last = (runs[1].folder / "times.jsonl").read_text().splitlines()[-1]
     assert scalars[-1].wall_time == pytest.approx(json.loads(last)["unix"])
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_same_lines(runs, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    place, number = write_mlflow(runs[1]).split()
+    client = mlflow.MlflowClient(place)
+    history = client.get_metric_history(number, "test/error")
+    lines = runs[1].lines("test")
+    assert [(m.step, m.value) for m in history] == [(n["step"], n["error"]) for n in lines]
+    assert [m.step for m in client.get_metric_history(number, "train/loss")] == [4, 8, 12]
+    kept = client.get_run(number)
+    assert kept.data.params["method"] == "fixmatch"
+    assert kept.info.status == "FINISHED"
+    assert kept.data.metrics["result/ece"] == runs[1].result.metrics["ece"].value
+
+
+def leveldb_records(log: bytes, block: int = 1 << 15) -> Iterator[bytes]:
+    """What W&B's offline file holds: pieces of records in blocks, each with checksum and length."""
+    place, parts = 7, b""  # after the file's own head
+    while place + 7 <= len(log):
+        if block - place % block < 7:
+            place += block - place % block
+            continue
+        length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        parts += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield parts
+            parts = b""
+
+
+@pytest.mark.slow
+def test_wandb_has_the_same_lines(runs, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (file,) = Path(write_wandb(runs[1])).glob("*.wandb")
+    wandb.teardown()  # its own process has written all when it ends
+    history = []
+    for data in leveldb_records(file.read_bytes()):
+        (record := Record()).ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            pairs = [(i.key or "/".join(i.nested_key), i.value_json) for i in record.history.item]
+            history.append({key: json.loads(value) for key, value in pairs})
+    tested = [(line["_step"], line["test/error"]) for line in history if "test/error" in line]
+    assert tested == [(line["step"], line["error"]) for line in runs[1].lines("test")]
+    assert [line["_step"] for line in history if "train/loss" in line] == [4, 8, 12]
+    assert history[-1]["result/ece"] == runs[1].result.metrics["ece"].value
+
+
+@pytest.mark.parametrize("write", [write_mlflow, write_wandb])
+def test_without_a_tracker_a_sentence_names_the_extra(runs, monkeypatch, write):
+    name = write.__name__.removeprefix("write_")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=rf"calmatch\[{name}\]"):
+        write(runs[0])
 
 
 def test_without_tensorboard_a_sentence_names_the_extra(runs, monkeypatch):

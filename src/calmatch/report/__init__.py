@@ -1,12 +1,14 @@
 """The report page: one HTML file from run folders alone; it opens from disk and loads nothing."""
 
 import base64
+import contextlib
 import functools
 import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -334,16 +336,79 @@ def write_tensorboard(run: Run) -> Path:
     folder = run.folder / "tensorboard"
     for old in folder.glob("events.out.*"):
         old.unlink()
-    path, times = run.folder / "times.jsonl", {}
-    if path.is_file():  # a continued run wrote some steps twice, and the last counts
-        with files.open_file(path) as file:
-            times = {line["step"]: line["unix"] for line in map(json.loads, file)}
     with SummaryWriter(folder) as writer:
         writer.add_text("config", f"    {json.dumps(run.config.dump(), indent=4)}")
-        for kind in ("train", "test", "validation"):
-            for line in run.lines(kind):
-                step, when = line["step"], times.get(line["step"])
-                for name, value in line.items():
-                    if name != "step" and isinstance(value, int | float):
-                        writer.add_scalar(f"{kind}/{name}", value, step, walltime=when)
+        for step, when, values in _logged_values(run):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step, walltime=when)
     return folder
+
+
+def write_wandb(run: Run) -> str:
+    """The same numbers as a run of Weights & Biases; with WANDB_MODE=offline in the run folder."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError("W&B is not installed; pip install 'calmatch[wandb]'.") from error
+    settings = {"project": os.environ.get("WANDB_PROJECT", "calmatch"), "name": run.title}
+    with _speak_of("W&B"), wandb.init(**settings, dir=run.folder, config=run.config.dump()) as one:
+        for step, _, values in _logged_values(run):
+            one.log(values, step=step)
+        return str(one.url or Path(one.dir).parent)
+
+
+def write_mlflow(run: Run) -> str:
+    """The same numbers as a run of MLflow; without MLFLOW_TRACKING_URI in the run folder."""
+    try:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder needs no database
+        import mlflow
+        from mlflow.entities import Metric, Param
+    except ImportError as error:
+        raise ValueError("MLflow is not installed; pip install 'calmatch[mlflow]'.") from error
+    with _speak_of("MLflow"):
+        place = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").resolve().as_uri()
+        client, name = mlflow.MlflowClient(place), "calmatch"
+        known = client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else client.create_experiment(name)
+        number = client.create_run(experiment, run_name=run.title).info.run_id
+        params = [Param(k, str(v)) for k, v in run.config.dump().items() if v is not None]
+        client.log_batch(number, params=params)
+        for step, when, values in _logged_values(run):
+            unix = int(1000 * (when or 0))
+            client.log_batch(number, [Metric(k, v, unix, step) for k, v in values.items()])
+        client.set_terminated(number)
+        return f"{place} {number}"
+
+
+@contextlib.contextmanager
+def _speak_of(program: str) -> Iterator[None]:
+    """Whatever another program's client raises, in a sentence."""
+    try:
+        yield
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{program} does not take the run: {why}") from error
+
+
+def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, float]]]:
+    """What every tracker shows: the numbers of each step with its time, the result's too."""
+    path, times = run.folder / "metrics.jsonl", _step_times(run.folder / "times.jsonl")
+    steps: dict[int, dict[str, float]] = {}
+    for line in read_lines(path) if path.is_file() else []:
+        if line["kind"] in ("train", "test", "validation"):
+            values = steps.setdefault(line["step"], {})
+            for name, value in line.items():
+                if name != "step" and isinstance(value, int | float):
+                    values[f"{line['kind']}/{name}"] = value
+    last = steps.setdefault(max(run.result.step, *steps, 0), {})
+    last |= {f"result/{name}": item.value for name, item in run.result.metrics.items()}
+    for step in sorted(steps):
+        yield step, times.get(step), steps[step]
+
+
+def _step_times(path: Path) -> dict[int, float]:
+    """When each step was reached; a continued run wrote some steps twice, and the last counts."""
+    if not path.is_file():
+        return {}
+    with files.open_file(path) as file:
+        return {line["step"]: line["unix"] for line in map(json.loads, file)}
