@@ -394,7 +394,7 @@ def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, floa
     """What every tracker shows: the numbers of each step with its time, the result's too."""
     path, times = run.folder / "metrics.jsonl", _step_times(run.folder / "times.jsonl")
     steps: dict[int, dict[str, float]] = {}
-    for line in read_lines(path) if path.is_file() else []:
+    for line in runs.read_lines(path) if path.is_file() else []:
         if line["kind"] in ("train", "test", "validation"):
             values = steps.setdefault(line["step"], {})
             for name, value in line.items():
