@@ -28,8 +28,8 @@ class Golden:
     """One golden file: arrays by key, integers as int64, floats as float64 tensors."""
 
     def __init__(self, name: str) -> None:
-        with np.load(GOLDEN / f"{name}.npz") as found:
-            self.arrays = {key: found[key] for key in found.files}
+        with np.load(GOLDEN / f"{name}.npz") as file:
+            self.arrays = {key: file[key] for key in file.files}
         self.meta: dict[str, Any] = json.loads(str(self.arrays.pop("meta")))
 
     def __contains__(self, key: str) -> bool:

@@ -17,7 +17,7 @@ def run(folder, config: Config, *, best=None, **values):
     result = {
         "title": config.method,
         "classes": [str(k) for k in range(10)],
-        "leaky": False,
+        "test_selected": False,
         "metrics": {k: {"value": v, "low": v, "high": v} for k, v in values.items()},
         "best_on_test": {"evaluations": 5, "step": 3, "error": 0.08, "ece": 0.04, "nll": 0.4}
         | {"classwise_ece": 0.02, "adaptive_ece": 0.03}

@@ -101,10 +101,10 @@ def test_mistakes_are_sentences(blobs):
 def test_pictures_come_in_many_forms(shape, kind):
     x = np.zeros(shape, kind)
     x[0] = 255 if kind is np.uint8 else 1.0
-    found = as_bytes(x)
-    assert found.shape == (4, 9, 7, 3)
-    assert (found[0] == 255).all()
-    assert (found[1:] == 0).all()
+    pixels = as_bytes(x)
+    assert pixels.shape == (4, 9, 7, 3)
+    assert (pixels[0] == 255).all()
+    assert (pixels[1:] == 0).all()
 
 
 @pytest.mark.slow

@@ -41,20 +41,20 @@ MODULES = {module(path): path for path in FILES}
 
 def imports(path: Path) -> set[str]:
     """The calmatch modules that a file imports, at its top or inside a function."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "calmatch":
             base = node.module.partition(".")[2]
             for alias in node.names:
                 full = f"{base}.{alias.name}".strip(".")
-                found.add(full if full in MODULES else base or "__init__")
-    return found
+                names.add(full if full in MODULES else base or "__init__")
+    return names
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "__init__"])
 def test_a_file_imports_its_own_floor_or_lower(name):
     room = name.partition(".")[0]
-    for other in {found.partition(".")[0] for found in imports(MODULES[name])} - {"__init__"}:
+    for other in {each.partition(".")[0] for each in imports(MODULES[name])} - {"__init__"}:
         assert LEVEL[other] <= LEVEL[room], f"{name} imports {other}"
         assert {room, other} != {"methods", "losses"}
         assert not (room == "report" and other == "training")
@@ -75,8 +75,8 @@ def test_a_module_with_a_single_importer_is_a_plug_in():
     looked_up = {"methods", "nets", "augment"}  # by name, through a table
     lonely = [
         name
-        for name, found in importers.items()
-        if len(found - {name}) < 2
+        for name, others in importers.items()
+        if len(others - {name}) < 2
         and name not in ALONE_ALLOWED
         and name.partition(".")[0] not in looked_up
     ]

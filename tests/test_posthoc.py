@@ -339,7 +339,7 @@ def _risk(kind: str, confidence: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["usual", "steady", "rough", "upside down"])
 @pytest.mark.parametrize("n", [60, 150, 500])
 def test_the_promise_of_accuracy_is_broken_in_at_most_one_draw_of_twenty(kind, n):
-    """Finite-sample validity over many draws of labels, also where confidence misleads."""
+    """Finite-sample validity over many label splits, also where confidence misleads."""
     grid = np.linspace(0, 1, 20_001)[:-1] + 0.5 / 20_000
     error_above = _risk(kind, grid)[::-1].cumsum()[::-1] / np.arange(len(grid), 0, -1)
     rng = np.random.default_rng(n)

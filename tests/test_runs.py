@@ -34,25 +34,25 @@ def test_pictures_of_every_bin_and_the_most_confidently_wrong_are_kept_small(tmp
     seen = Predicted(log_probs, lambda rows: pictures[rows])
     write_examples(tmp_path, seen, labels, seen._replace(files=[f"é {k}.png" for k in range(2000)]))
     assert (tmp_path / "examples.npz").stat().st_size < 2_000_000  # of noise, which no zip shrinks
-    found = load_examples(tmp_path)
+    examples = load_examples(tmp_path)
     confidence, guess = log_probs.exp().max(-1)
     wrong = (guess != labels).nonzero()[:, 0]
     worst = wrong[confidence[wrong].argsort(descending=True)[:MISTAKES]]
-    assert set(worst.tolist()) <= set(found.rows)
+    assert set(worst.tolist()) <= set(examples.rows)
     filled = ((confidence * 15).ceil() - 1).long().unique()
-    assert set(((confidence[found.rows] * 15).ceil() - 1).long().tolist()) == set(filled.tolist())
-    assert found.images.shape == (len(found.rows), 3, 64, 64)
-    assert found.asked_images.shape == (ASKED, 3, 64, 64)
-    assert found.asked_files == [f"é {k}.png" for k in found.asked_rows]
-    assert (found.considered, found.whole) == (2000, 2000)
+    assert set(((confidence[examples.rows] * 15).ceil() - 1).long().tolist()) == set(filled.tolist())
+    assert examples.images.shape == (len(examples.rows), 3, 64, 64)
+    assert examples.asked_images.shape == (ASKED, 3, 64, 64)
+    assert examples.asked_files == [f"é {k}.png" for k in examples.asked_rows]
+    assert (examples.considered, examples.whole) == (2000, 2000)
 
 
 def test_small_pictures_are_kept_as_they_are(tmp_path):
     log_probs, labels, pictures = made(50, 4, 8)
     write_examples(tmp_path, Predicted(log_probs, lambda rows: pictures[rows]), labels)
-    found = load_examples(tmp_path)
-    assert torch.equal(found.images, pictures[found.rows])
-    assert found.asked_rows == found.asked_files == []
+    examples = load_examples(tmp_path)
+    assert torch.equal(examples.images, pictures[examples.rows])
+    assert examples.asked_rows == examples.asked_files == []
 
 
 def test_a_folder_without_pictures_has_none(tmp_path):
@@ -77,10 +77,10 @@ def test_no_more_are_asked_for_than_there_are():
 @pytest.mark.parametrize("n", [3, 10, 11])
 def test_a_sample_of_rows_is_bounded_and_repeatable(n):
     rows = torch.arange(n) * 2
-    found = sample_rows(rows, seed=3, number=10)
-    assert len(found) == min(n, 10)
-    assert torch.equal(found, sample_rows(rows, seed=3, number=10))
-    assert set(found.tolist()) <= set(rows.tolist())
+    sampled = sample_rows(rows, seed=3, number=10)
+    assert len(sampled) == min(n, 10)
+    assert torch.equal(sampled, sample_rows(rows, seed=3, number=10))
+    assert set(sampled.tolist()) <= set(rows.tolist())
 
 
 @pytest.mark.parametrize("kind", ["resident", "stream"])
@@ -92,16 +92,16 @@ def test_some_rows_of_a_source_are_those_pictures(kind):
         if kind == "resident"
         else Stream(pictures, rows, device, workers=0)
     )
-    found = torch.cat(list(whole.some(torch.tensor([3, 0, 7])).batches(2)))
-    assert torch.equal(found, pictures[[16, 19, 12]])
+    read = torch.cat(list(whole.some(torch.tensor([3, 0, 7])).batches(2)))
+    assert torch.equal(read, pictures[[16, 19, 12]])
 
 
 def test_a_run_asks_for_labels_of_pictures_that_have_none(tiny, tmp_path):
     run = train(tiny(include_labelled=True), tmp_path / "run", quiet=True)
     split = json.loads((run.folder / "split.json").read_text())
-    found = load_examples(run.folder)
-    assert set(found.asked_rows) <= set(split["unlabelled"]) - set(split["labelled"])
-    assert len(found.asked_rows) == ASKED
-    assert found.whole == len(split["unlabelled"]) - len(split["labelled"])
+    examples = load_examples(run.folder)
+    assert set(examples.asked_rows) <= set(split["unlabelled"]) - set(split["labelled"])
+    assert len(examples.asked_rows) == ASKED
+    assert examples.whole == len(split["unlabelled"]) - len(split["labelled"])
     with np.load(run.folder / "predictions.npz") as held:
-        assert max(found.rows) < len(held["labels"])
+        assert max(examples.rows) < len(held["labels"])

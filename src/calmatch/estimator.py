@@ -130,7 +130,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         semi = method.partition("(")[0] != "supervised"
         steps = 300 if self.steps is None else self.steps
         config = Config(
-            method=methods.paced(method, steps),
+            method=methods.adapt_momentum(method, steps),
             penalty=choose_penalty(self.penalty) if semi else "",
             steps=steps,
             batch=64,

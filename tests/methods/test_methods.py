@@ -419,7 +419,7 @@ def test_a_method_from_outside_trains_by_its_dotted_name(typed, tmp_path, monkey
     ],
 )
 def test_a_short_run_has_a_short_memory(text, steps, expected):
-    assert methods.paced(text, steps) == expected
+    assert methods.adapt_momentum(text, steps) == expected
 
 
 @pytest.mark.parametrize(
@@ -453,14 +453,14 @@ def test_a_strangers_method_keeps_its_momentum(monkeypatch, tmp_path):
         "        super().__init__(task)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert methods.paced("strange.Mine", 500) == "strange.Mine"
+    assert methods.adapt_momentum("strange.Mine", 500) == "strange.Mine"
 
 
 def test_a_short_run_of_freematch_stops_believing_every_guess():
     """With the published memory the threshold of a run of 500 steps is still low at its end."""
     task = Task(10, 40, 100, 8, 500, (4,) * 10)
     confidence = {}
-    for text in ("freematch", methods.paced("freematch", 500)):
+    for text in ("freematch", methods.adapt_momentum("freematch", 500)):
         method = methods.build(text, task)
         p = torch.full((64, 10), 0.02)
         p[:, 0] = 0.82

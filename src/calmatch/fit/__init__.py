@@ -249,7 +249,7 @@ def _fit_method_head(
     method, steps = str(options.method), options.steps or 300
     semi = bool(methods.find(method).u_views)
     config = Config(
-        method=methods.paced(method, steps),
+        method=methods.adapt_momentum(method, steps),
         penalty=choose_penalty(options.penalty) if semi else "",
         steps=steps,
         batch=options.batch or 64,

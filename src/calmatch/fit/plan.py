@@ -309,7 +309,7 @@ def whole_network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Con
     return Config(
         dataset=dataset_spec(options, plan.size, plan.hold, plan.mean, plan.std, plan.most),
         labels=0,
-        method="supervised" if alone else methods.paced(method, steps),
+        method="supervised" if alone else methods.adapt_momentum(method, steps),
         penalty=choose_penalty(options.penalty) if semi else "",
         net=plan.net,
         weak=plan.weak,
