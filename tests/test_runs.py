@@ -40,7 +40,9 @@ def test_pictures_of_every_bin_and_the_most_confidently_wrong_are_kept_small(tmp
     worst = wrong[confidence[wrong].argsort(descending=True)[:MISTAKES]]
     assert set(worst.tolist()) <= set(examples.rows)
     filled = ((confidence * 15).ceil() - 1).long().unique()
-    assert set(((confidence[examples.rows] * 15).ceil() - 1).long().tolist()) == set(filled.tolist())
+    assert set(((confidence[examples.rows] * 15).ceil() - 1).long().tolist()) == set(
+        filled.tolist()
+    )
     assert examples.images.shape == (len(examples.rows), 3, 64, 64)
     assert examples.asked_images.shape == (ASKED, 3, 64, 64)
     assert examples.asked_files == [f"é {k}.png" for k in examples.asked_rows]

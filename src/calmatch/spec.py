@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def parse(text: str) -> Spec:
     >>> parse("margin(m=8)")
     Spec(name='margin', args=(), kwargs={'m': 8})
     """
-    parts = _split(text, ast.BitOr)
+    parts = chain(text)
     if len(parts) != 1:
         raise SpecError(f"Expected one component, but {text!r} chains {len(parts)}.")
     return parts[0]
@@ -72,31 +73,25 @@ def write(item: Spec) -> str:
     return f"{item.name}({', '.join(words)})" if words else item.name
 
 
-def chain(text: str) -> list[Spec]:
+def chain(text: str, joint: type[ast.operator] = ast.BitOr) -> list[Spec]:
     """Components joined by `|`, as transforms are."""
-    return _split(text, ast.BitOr)
+    return [_component(part, text) for part in _operands(_syntax_tree(text), joint)]
 
 
 def added(text: str) -> list[Spec]:
     """Components joined by `+`, as losses are."""
-    return _split(text, ast.Add)
+    return chain(text, ast.Add)
 
 
 def from_file(text: str, where: object, trust: bool, harmless: str = "") -> str:
-    """The one door for a spec that a file names: data passes, code only with `trust`.
+    """The one door for a spec that a file (`where`) names: data passes, code only with `trust`.
 
-    Args:
-        text: the spec.
-        where: the file, for the sentence.
-        trust: whether a person vouches for it (`--trust`).
-        harmless: a package whose names stand in a table, so that nothing is imported by them.
+    `harmless` is a package whose names stand in a table, so that nothing is imported by them.
     """
     for item in () if trust else components(text):
         if "." in item.name and not (harmless and item.name.startswith(f"{harmless}.")):
-            raise SpecError(
-                f"{where} names the code {item.name!r}, which is not imported from a file; "
-                f"add --trust if it is yours."
-            )
+            code = f"{where} names the code {item.name!r}, which is not imported from a file"
+            raise SpecError(f"{code}; add --trust if it is yours.")
         unsafe = [key for key in item.kwargs if key in FORBIDDEN]
         if unsafe or item.name == harmless:
             what = unsafe[0] if unsafe else f"{item.name}(...)"
@@ -111,10 +106,6 @@ def components(text: str) -> list[Spec]:
     items = [_component(part, text) for part in parts]
     inner = [item.kwargs[key] for item in items for key in NESTED if key in item.kwargs]
     return items + [one for text in inner if isinstance(text, str) for one in components(text)]
-
-
-def _split(text: str, joint: type[ast.operator]) -> list[Spec]:
-    return [_component(part, text) for part in _operands(_syntax_tree(text), joint)]
 
 
 def _syntax_tree(text: str) -> ast.expr:
@@ -206,7 +197,9 @@ def bind(
         if key in values:
             raise SpecError(f"{kind} {spec.name!r} got the argument {key!r} twice.")
         values[key] = value
-    hints = _hints(target)
+    hints: dict[str, Any] = {}
+    with suppress(NameError, TypeError):
+        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for key, value in values.items():
         if not fits(value, hint := hints.get(key, Any)):
             where = f"{spec.name}({key}=...)"
@@ -215,13 +208,6 @@ def bind(
     if missing:
         raise SpecError(f"{kind} {spec.name!r} needs the argument {missing[0]!r}.")
     return functools.partial(target, **values)
-
-
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except (NameError, TypeError):
-        return {}
 
 
 def describe(hint: Any) -> str:

@@ -90,7 +90,7 @@ def test_mixup_mixes_pictures_and_targets_by_the_same_share(tiny, hard):
     torch.testing.assert_close(mixed.logits, parts.net(pictures).logits)
 
 
-@pytest.mark.parametrize("method", ["freematch", "flexmatch"])
+@pytest.mark.parametrize("method", ["freematch", pytest.param("flexmatch", marks=pytest.mark.slow)])
 def test_mixup_and_gate_compile_into_one_graph(tiny, method):
     settings = {"precision": "fp64", "penalty": "margin(m=1, gate=True)"}
     _compare_compiled(tiny(f"{method}(mixup=0.5, hard=False)", **settings), "aot_eager", 1e-12)

@@ -9,11 +9,6 @@ from calmatch import ops
 from calmatch.core import Batch, Method, Output, Plan, Task, Term, apart, between
 
 
-def projector(features: int, size: int) -> nn.Module:
-    """Two linear layers to an embedding."""
-    return nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, size))
-
-
 def embed(net: nn.Module, *outputs: Output) -> tuple[Tensor, ...]:
     """Embeddings of length one, all through the projector together."""
     features = torch.cat([out.features for out in outputs])
@@ -21,11 +16,37 @@ def embed(net: nn.Module, *outputs: Output) -> tuple[Tensor, ...]:
     return tuple(together.split([len(out.features) for out in outputs]))
 
 
-class CoMatch(Method):
+class Projected(Method):
+    """A method with an embedding beside the classifier, and guesses aligned by a queue of means."""
+
+    ema = 0.999
+
+    def __init__(
+        self, task: Task, *, threshold: float, size: int, queue: int, gate: int | None
+    ) -> None:
+        super().__init__(task)
+        between("threshold", threshold, 0, 1)
+        between("queue", queue, 1, math.inf)
+        self.threshold, self.size = threshold, size
+        self.gate = task.steps // 200 if gate is None else gate
+        self.remember(queue=torch.zeros(queue, task.classes), queue_place=torch.tensor(0))
+
+    def heads(self) -> dict[str, nn.Module]:
+        wide = self.task.features
+        layers = (nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, self.size))
+        return {"project": nn.Sequential(*layers)}
+
+    def align(self, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Aligned guesses, and the queue's new memory."""
+        queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
+        p, queue, place = ops.align_by_queue(logits.detach().softmax(-1), queue, place)
+        return p, {"queue": queue, "queue_place": place}
+
+
+class CoMatch(Projected):
     """Smooths guesses over neighbours in a bank, and pulls embeddings of alike guesses together."""
 
     u_views = ("weak", "strong", "strong")
-    ema = 0.999
 
     def __init__(
         self,
@@ -42,29 +63,16 @@ class CoMatch(Method):
         queue: int = 32,  # batches over which guesses are aligned
         gate: int | None = None,  # steps before smoothing starts; steps / 200
     ) -> None:
-        super().__init__(task)
-        between("threshold", threshold, 0, 1)
-        between("queue", queue, 1, math.inf)
-        self.threshold, self.contrast_threshold = threshold, contrast_threshold
-        self.temperature, self.smoothing = temperature, smoothing
-        self.weight, self.contrast, self.size = weight, contrast, size
-        self.gate = task.steps // 200 if gate is None else gate
-        self.remember(
-            features=torch.zeros(bank, size),
-            probs=torch.zeros(bank, task.classes),
-            place=torch.tensor(0),
-            queue=torch.zeros(queue, task.classes),
-            queue_place=torch.tensor(0),
-        )
-
-    def heads(self) -> dict[str, nn.Module]:
-        return {"project": projector(self.task.features, self.size)}
+        super().__init__(task, threshold=threshold, size=size, queue=queue, gate=gate)
+        self.contrast_threshold, self.temperature = contrast_threshold, temperature
+        self.smoothing, self.weight, self.contrast = smoothing, weight, contrast
+        features, probs = torch.zeros(bank, size), torch.zeros(bank, task.classes)
+        self.remember(features=features, probs=probs, place=torch.tensor(0))
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, w, s, other = apart(net, *batch.x, *batch.u, grad=(True, False, True, True))
         f_x, f_w, f_s, f_o = embed(net, x, w, s, other)
-        queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
-        aligned, queue, place = ops.align_by_queue(w.logits.detach().softmax(-1), queue, place)
+        aligned, memory = self.align(w.logits)
         p = self.smooth(aligned, f_w.detach(), batch)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         state = self.store(
@@ -74,7 +82,7 @@ class CoMatch(Method):
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
             Term(s.logits, p, self.weight * mask),
             extra={"contrast": self.contrast * self.contrastive(p, f_s, f_o)},
-            state=state | {"queue": queue, "queue_place": place},
+            state=state | memory,
         )
 
     def smooth(self, p: Tensor, features: Tensor, batch: Batch) -> Tensor:

@@ -1,20 +1,17 @@
 """SimMatch, Zheng et al. 2022, https://arxiv.org/abs/2203.06915"""
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from calmatch import ops
-from calmatch.core import Batch, Method, Plan, Task, Term, apart, between, frozen
-from calmatch.methods.comatch import embed, projector
+from calmatch.core import Batch, Plan, Task, Term, apart, frozen
+from calmatch.methods.comatch import Projected, embed
 
 
-class SimMatch(Method):
+class SimMatch(Projected):
     """Teaches the strong view the weak view's class and its likeness to labelled pictures."""
-
-    ema = 0.999
 
     def __init__(
         self,
@@ -31,29 +28,19 @@ class SimMatch(Method):
         teacher: bool = False,  # fill the bank with the averaged weights' embeddings
         faithful: Literal["usb", "paper"] = "usb",
     ) -> None:
-        super().__init__(task)
-        between("threshold", threshold, 0, 1)
-        between("queue", queue, 1, math.inf)
-        self.threshold, self.temperature, self.smoothing = threshold, temperature, smoothing
-        self.weight, self.instance, self.size = weight, instance, size
-        self.teacher, self.faithful = teacher, faithful
-        self.gate = task.steps // 200 if gate is None else gate
+        super().__init__(task, threshold=threshold, size=size, queue=queue, gate=gate)
+        self.temperature, self.smoothing, self.weight = temperature, smoothing, weight
+        self.instance, self.teacher, self.faithful = instance, teacher, faithful
         self.remember(
             bank=ops.unit(torch.randn(task.labelled, size)),  # one row a labelled picture
             labels=torch.zeros(task.labelled, dtype=torch.long),
-            queue=torch.zeros(queue, task.classes),
-            queue_place=torch.tensor(0),
         )
-
-    def heads(self) -> dict[str, nn.Module]:
-        return {"project": projector(self.task.features, self.size)}
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, w, s = apart(net, *batch.x, *batch.u, grad=(True, False, True))
         f_x, f_w, f_s = embed(net, x, w, s)
         f_x, f_w = f_x.detach(), f_w.detach()
-        queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
-        aligned, queue, place = ops.align_by_queue(w.logits.detach().softmax(-1), queue, place)
+        aligned, memory = self.align(w.logits)
         bank, labels = self.get_buffer("bank"), self.get_buffer("labels")
         like = (f_w @ bank.T / self.temperature).softmax(-1)
         target = ops.normalise(like * aligned[:, labels])
@@ -71,7 +58,7 @@ class SimMatch(Method):
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
             Term(s.logits, p, self.weight * mask),
             extra={"instance": self.instance * torch.where(started, instance, 0.0)},
-            state=state | {"queue": queue, "queue_place": place},
+            state=state | memory,
         )
 
     def store(self, features: Tensor, batch: Batch) -> dict[str, Tensor]:

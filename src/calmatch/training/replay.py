@@ -164,10 +164,8 @@ def _compare_predictions(logs: Comparison, folder: Path, again: Path) -> Compari
 def _print_comparison(comparison: Comparison, tolerance: float) -> None:
     same, lines, largest, where, predictions, differ = comparison
     what = f"{lines:,} lines of metrics.jsonl" + (f", {predictions}" if predictions else "")
-    if same:
-        print(f"The same, byte for byte: {what}.")
-    else:
-        print(f"Not the same bytes: {what}.")
+    print(f"{'The same, byte for byte' if same else 'Not the same bytes'}: {what}.")
+    if not same:
         print(f"Largest difference {largest:.2g}: {where or 'none in numbers'}.")
     if differ or not same:
         words = "; ".join(differ) or "nothing that is recorded"
