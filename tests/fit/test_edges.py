@@ -75,6 +75,17 @@ def _fit_and_look(tmp_path, root, classes, capsys, net="tiny"):
         assert answer.label in model.classes
 
 
+def test_without_unlabelled_pictures_the_error_is_what_held_out_labels_show(tmp_path, capsys):
+    """Labels that mean nothing, and nothing else to look at: sure of them, wrong about others."""
+    root = draw(tmp_path / "pics", [(12, 0)] * 3)
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.png"))
+    rows = [f"{name},{'abc'[k % 3]}" for k, name in enumerate(names)]
+    (tmp_path / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    words = ["fit", str(root), "--labels", str(tmp_path / "labels.csv"), "--net", "tiny"]
+    assert main([*words, "--frozen", "--out", str(tmp_path / "run")]) == 0
+    assert "No better than guessing" in capsys.readouterr().out
+
+
 def test_a_class_for_each_label_is_one_sentence(tmp_path, capsys):
     root = draw(tmp_path / "pics", [(1, 5)] * 3)
     words = ["fit", str(root), "--net", "tiny", "--frozen", "--out", str(tmp_path / "run")]

@@ -50,7 +50,7 @@ def test_a_pretrained_network_is_shown_images_as_its_weights_want_them():
         (0.5, 10, 1150, 224, 1, 1150),
         (0.01, 10, 100_000, 224, 5, 6040),
         (0.1, 1, 100_000, 96, 1, 2473),
-        (9.0, 1, 1150, 96, 1, 40),
+        (9.0, 1, 1150, 96, 1, 240),
     ],
 )
 def test_the_size_the_views_and_the_images_are_what_the_minutes_allow(

@@ -32,6 +32,7 @@ MOST_TTA, CPU_TTA = 12, 5  # views of an image whose features are averaged
 STRONG = f"{DINO}(pretrained=True, img_size=224)"
 PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
 WRITING = 5.0  # seconds for calibration, files and the page
+FEWEST_SEEN = 200  # unlabelled images that are never dropped
 SMALLEST_SIZE = 96  # pixels, below which a pretrained network sees too little
 HOLD_FROM = 200  # labels from which some are held out when the whole network learns
 FEWEST, MOST = 60, 5000  # steps of a whole network
@@ -177,7 +178,7 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
         return seconds <= job.seconds_left() - WRITING
 
     def drop(kept: int) -> int:
-        return max(labels, min(number, kept))
+        return max(min(everything, labels + FEWEST_SEEN), min(number, kept))
 
     if not fits():
         number = drop(labels + MOST_SEEN)
@@ -186,8 +187,8 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
     while options.size is None and not extractor.fixed and size > SMALLEST_SIZE and not fits():
         size = max(SMALLEST_SIZE, size - 32)
         views = [view._replace(size=size) for view in views]
-    while number > labels and not fits():
-        number = drop(number * 4 // 5 if number > labels + 50 else labels)
+    while number > drop(0) and not fits():
+        number = drop(number * 4 // 5)
     shown = f"in {len(views)} views" if len(views) > 1 else "in one view"
     note = f"Pictures are shown to {extractor.net} at {size} px, {shown}."
     if grey:

@@ -252,7 +252,6 @@ def fit_transductive(
     weights = teachers.student(rows, labels)
     bar.advance(1)
     free = np.setdiff1d(np.arange(len(inputs)), rows)
-    free = free if len(free) else rows
     probs, places = [], []
     for repeat in range(REPEATS):
         fold = folds_of(labels, repeat)
@@ -271,9 +270,9 @@ def fit_transductive(
             own = teachers.student(rows[side], labels[side])
             guesses.append((inputs[free] @ own[:-1] + own[-1]).argmax(1))
             bar.advance(1)
-        agreements.append((guesses[0] == guesses[1]).mean())
-    pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
-    agreement = float(np.mean(agreements))
+        agreements += [(guesses[0] == guesses[1]).mean()] if len(free) else []
+    pool = softmax(inputs[free] @ weights[:-1] + weights[-1]) if len(free) else None
+    agreement = float(np.mean(agreements)) if agreements else None
     return evaluated("transductive", weights, True, probs, places, rows, labels, pool, agreement)
 
 
@@ -285,14 +284,18 @@ def evaluated(
     places: list[NDArray[Any]],
     rows: NDArray[Any],
     labels: NDArray[Any],
-    pool: Array,
+    pool: Array | None,
     agreement: float | None,
 ) -> Candidate:
-    """Temperature and error by unlabelled images, agreement, and labels that were held out."""
+    """Temperature and error by unlabelled images, agreement, and labels that were held out.
+
+    Where there are no unlabelled images (`pool` None), the held-out ones stand in for them: of its
+    own labels a model is surer than of anything.
+    """
     held, place = np.concatenate(probs), np.concatenate(places)
     once = np.unique(place)
-    free, out, y = _log(pool), _log(held), labels[place]
-    each = len(labels) / pool.shape[1]
+    free, out, y = _log(held if pool is None else pool), _log(held), labels[place]
+    each = len(labels) / held.shape[1]
     repeats = len(place) // len(once)
     fitted = few_label_temperature(
         free, out, y, agreement=agreement, labels_a_class=each, repeats=repeats
@@ -337,7 +340,7 @@ def fit_logistic(
     best = min(probs, key=loss)
     weights = fit_linear(inputs[rows], targets, 1 / (best * len(rows)))
     free = np.setdiff1d(np.arange(len(inputs)), rows)
-    pool = softmax(inputs[free if len(free) else rows] @ weights[:-1] + weights[-1])
+    pool = softmax(inputs[free] @ weights[:-1] + weights[-1]) if len(free) else None
     folded = np.concatenate([basis @ weights[:-1] / std[:, None], weights[-1:]])
     folded[-1] -= mean @ folded[:-1]
     return evaluated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import shutil
 import time
@@ -205,7 +206,17 @@ class Refinement:
     steps: int = 0  # 0: as many as time allows
 
     def candidate(self) -> portfolio.Candidate | None:
-        """The refined network with its out-of-fold predictions; None where time is too short."""
+        """The refined network, evaluated by folds; None where time or memory are too short."""
+        try:
+            return self._candidate()
+        except (RuntimeError, MemoryError) as error:
+            if not console.is_out_of_memory(error):
+                raise
+        console.free_device_memory()
+        console.message("  The whole network does not fit into the device's memory.")
+        return None
+
+    def _candidate(self) -> portfolio.Candidate | None:
         if math.prod(self.images.shape) <= RESIDENT and self.extractor.device.type == "cuda":
             self.images = take_images(self.images, torch.arange(len(self.images))).cuda()
         steps = self.steps or self._affordable_steps()
@@ -223,7 +234,7 @@ class Refinement:
             network = self._cached("all", lambda: self._refine(weights, self.labels, steps, bar))
         logits = self.predict(network, self.images)
         free = np.setdiff1d(np.arange(len(self.images)), self.labelled)
-        pool = portfolio.softmax(logits[free if len(free) else self.labelled])
+        pool = portfolio.softmax(logits[free]) if len(free) else None
         evaluated = portfolio.evaluated(
             "whole network", weights, True, probs, places, self.labelled, self.labels, pool,
             self.student.agreement,
@@ -290,8 +301,9 @@ class Refinement:
         free = np.setdiff1d(np.arange(len(inputs)), own)
         random = np.random.default_rng(self.job.options.seed)
         chance = Generator(device).manual_seed(self.job.options.seed)
-        weak, strong, _ = choose_views(self.job.options, self.extractor.size, self._grey)
-        views = augment.pipeline(weak), augment.pipeline(strong)
+        shown = self.extractor.views.views
+        grey = not any(view.flipped for view in shown) and len(shown) > 1
+        views = [*map(augment.pipeline, choose_views(self.job.options, shown[0].size, grey)[:2])]
         network.requires_grad_(True)
         groups = [{"params": part.parameters()} for part in (network.body, network.head)]
         optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)
@@ -304,11 +316,11 @@ class Refinement:
             if len(free):
                 rows.append(random.choice(free, min(UNLABELLED, len(free)), replace=False))
             pairs = zip(views, rows, strict=False)  # there may be no unlabelled ones
-            shown = [view(self._pixels(some), chance) for view, some in pairs]
+            pixels = torch.cat([view(self._pixels(some), chance) for view, some in pairs])
             target = torch.from_numpy(targets[np.concatenate(rows)]).to(device)
             weight = torch.cat([torch.full((len(some),), 1 / len(some)) for some in rows])
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                pooled = nets.pooled_features(network.body, self._normalise(torch.cat(shown)))
+                pooled = nets.pooled_features(network.body, self._normalise(pixels))
             answers = network.head(network.embed([(pooled[0].float(), pooled[1].float())]))
             loss = -(target * answers.log_softmax(1)).sum(1) @ weight.to(device)
             optimizer.zero_grad(set_to_none=True)
@@ -323,16 +335,14 @@ class Refinement:
         network.load_state_dict(average.state_dict())
         network.requires_grad_(False)
 
-    @property
-    def _grey(self) -> bool:
-        return not any(view.flipped for view in self.extractor.views.views)
+    @functools.cached_property
+    def _plain(self) -> augment.Views:
+        views = self.extractor.views
+        return augment.Views(views.views[:1], views.source).to(self.extractor.device)
 
     def _pixels(self, rows: Any) -> Tensor:
         """The plain view of some images, as bytes on the device."""
-        size, source = self.extractor.size, self.extractor.views.source
-        pixels = self._some(rows).to(self.extractor.device)
-        plain = augment.Views([augment.View(size)], source).to(self.extractor.device)
-        shown: Tensor = plain(pixels)[0]
+        shown: Tensor = self._plain(self._some(rows).to(self.extractor.device))[0]
         return shown.round().byte()
 
     def _normalise(self, pixels: Tensor) -> Tensor:
