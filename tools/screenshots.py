@@ -1,4 +1,4 @@
-"""Takes the docs' pictures of the report page: `python tools/screenshots.py FOLDER`, which five runs go to.
+"""Takes the docs' pictures of the report page: `python tools/screenshots.py RUNS`, their folder.
 
 Pages are made anew from the run folders, so the pictures show what the code of today makes.
 """
