@@ -123,3 +123,15 @@ def test_pictures_are_learned_through_the_same_door_as_folders():
     np.testing.assert_array_equal(back.predict_proba(x), made.predict_proba(x))
     with pytest.raises(ValueError, match="Pictures were"):
         made.predict(x[:, :8])
+
+
+def test_it_asks_for_rows_without_a_label_that_are_unlike_each_other():
+    draw = np.random.default_rng(0)
+    kind = np.arange(120) % 4
+    x = 4 * np.eye(6)[kind] + draw.standard_normal((120, 6))
+    y = np.where(np.arange(120) < 8, kind, -1)
+    asked = calmatch.Classifier(steps=20).fit(x, y).ask(5)
+    assert len(set(asked.tolist())) == 5
+    assert (y[asked] == -1).all()
+    with pytest.raises(ValueError, match="n must be"):
+        calmatch.Classifier(steps=20).fit(x, y).ask(0)

@@ -16,11 +16,12 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from calmatch import fit, methods, posthoc
-from calmatch.fit import crossval
+from calmatch.fit import ask, crossval
 from calmatch.fit.plan import METHOD, choose_penalty
 from calmatch.model import Model, load_model
 from calmatch.ops import pick_device
 from calmatch.options import FitOptions
+from calmatch.runs import ASKED, load_examples
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train_in_memory
 
@@ -105,6 +106,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if pictures:
             self._fit_pictures(as_bytes(X), ids)
         else:
+            self._seen = X, ids
             self._fit_vectors(torch.from_numpy(X), torch.from_numpy(ids))
         return self
 
@@ -199,6 +201,9 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             run = fit.fit(options)
             self.model_ = load_model(run.folder, device=pick_device(self.device))
             self.result_ = run.result
+            examples = load_examples(run.folder)
+            names = examples.asked_files if examples else []
+            self.asked_ = [int(Path(name).stem) for name in names]
         self.calibration_ = self.model_.calibration
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
@@ -222,6 +227,19 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         probs = self.predict_proba(X)
         labels: Array = self.classes_[probs.argmax(1)]
         return labels
+
+    def ask(self, n: int = 10) -> Array:
+        """Rows of `fit`'s X whose label would teach most, best first; of pictures 24 at most."""
+        check_is_fitted(self, "classes_")
+        if n < 1 or (hasattr(self, "model_") and n > ASKED):
+            raise ValueError(f"n must be 1 to {ASKED}; label those first, and fit again.")
+        if hasattr(self, "model_"):
+            return np.array(self.asked_[:n], dtype=np.int64)
+        x, ids = self._seen
+        centred = x - x.mean(0)
+        space = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+        probs = self.predict_proba(x)
+        return ask.ask([space], np.flatnonzero(ids >= 0), probs, n, seed=self.seed_).rows
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

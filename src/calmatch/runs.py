@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -319,6 +320,11 @@ class Predicted(NamedTuple):
     rows: Tensor | None = None  # [N] their rows in the set they are from; 0..N-1 by default
     files: Sequence[str] | None = None  # [N] where they have names
     whole: int = 0  # images of the set they are a sample of; N by default
+    best: Tensor | None = None  # rows whose label would teach most, where features tell
+
+    def teaching(self, number: int) -> Tensor:
+        """Rows whose label would teach most, best first."""
+        return most_informative(self.log_probs, number) if self.best is None else self.best[:number]
 
 
 class Examples(NamedTuple):
@@ -345,7 +351,7 @@ def write_examples(
     rows = choose_examples(evaluated.log_probs, labels)
     arrays: dict[str, Any] = {"rows": rows.numpy(), "pictures": _thumbnails(evaluated.take, rows)}
     if unlabelled is not None and len(unlabelled.log_probs):
-        asked, number = most_informative(unlabelled.log_probs), len(unlabelled.log_probs)
+        asked, number = unlabelled.teaching(ASKED), len(unlabelled.log_probs)
         arrays |= {
             "asked_rows": (asked if unlabelled.rows is None else unlabelled.rows[asked]).numpy(),
             "asked_pictures": _thumbnails(unlabelled.take, asked),
@@ -355,6 +361,14 @@ def write_examples(
         if unlabelled.files is not None:
             arrays["asked_files"] = np.array([unlabelled.files[k] for k in asked.tolist()])
     files.write_npz(folder / EXAMPLES_FILE, **arrays)
+
+
+def label_command(run: Run) -> str:
+    """The command that asks for the labels a fit would learn most from; "" without a CSV."""
+    settings = spec.parse(run.config.dataset).kwargs
+    root, table = settings.get("root"), str(settings.get("labels", ""))
+    words = ["calmatch", "label", str(root), "--labels", table, "--first", str(run.folder)]
+    return shlex.join(words) if root and table.endswith(".csv") else ""
 
 
 def load_examples(folder: Path) -> Examples | None:

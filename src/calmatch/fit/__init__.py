@@ -19,7 +19,7 @@ from torch import Tensor
 from calmatch import augment, console, files, methods, nets, ops, posthoc
 from calmatch.data.folder import ImageFolder, decode_folder, fitting_size, read_folder
 from calmatch.data.images import LARGEST_FILE, ImageFiles, Images, take_images
-from calmatch.fit import portfolio, text
+from calmatch.fit import ask, portfolio, text
 from calmatch.fit.crossval import (
     HeldOut,
     Outcome,
@@ -43,7 +43,16 @@ from calmatch.fit.plan import (
 from calmatch.fit.whole import Refinement, can_refine, fit_whole, start_from
 from calmatch.model import are_tta, load_model, save_calibration, write_model
 from calmatch.options import FitOptions
-from calmatch.runs import Predicted, Result, Run, load_run, read_result, sample_rows, write_examples
+from calmatch.runs import (
+    ASKED,
+    Predicted,
+    Result,
+    Run,
+    load_run,
+    read_result,
+    sample_rows,
+    write_examples,
+)
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train_in_memory
 from calmatch.training.setup import describe_environment
@@ -220,7 +229,11 @@ def fit_frozen(job: Job, size: int | None) -> Outcome:
     if best.agreement is not None:
         note = f"{note[:-1]}; the error also rests on how often models of disjoint labels agree on "
         note += "unlabelled pictures."
-    return Outcome(own, images, base, held, calibration, best.name, scores, note, logits)
+    chances = portfolio.softmax(logits.numpy()[rows])
+    teaching = rows[
+        ask.ask(teachers.spaces, labelled, chances, ASKED, seed=options.seed).rows
+    ].tolist()
+    return Outcome(own, images, base, held, calibration, best.name, scores, note, logits, teaching)
 
 
 def _head_logits(
@@ -325,7 +338,7 @@ def _write_head(
 def _finish(job: Job, outcome: Outcome) -> Run:
     """Calibrate, and write everything that outlives the fit; result.json says that it is done."""
     options, folder = job.options, job.folder
-    own, images, base, held, calibration, kept, scores, note, logits = outcome
+    own, images, base, held, calibration, kept, scores, note, logits, teaching = outcome
     save_calibration(
         folder,
         calibration.scaling,
@@ -342,6 +355,10 @@ def _finish(job: Job, outcome: Outcome) -> Run:
         files=np.array(names),
     )
     asked = _predict_unlabelled(folder, images, own, options, logits)
+    if asked is not None and asked.rows is not None and teaching:
+        place = {row: k for k, row in enumerate(asked.rows.tolist())}
+        best = torch.tensor([place[row] for row in teaching if row in place], dtype=torch.long)
+        asked = asked._replace(best=best)
     rows = torch.tensor(held.rows)
     evaluated = Predicted(
         calibration.log_probs, lambda some: take_images(images, rows[some]), files=names

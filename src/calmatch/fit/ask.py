@@ -96,6 +96,31 @@ class Questions:
         return np.asarray(self.order[: len(known) if known.all() else known.argmin()], np.int64)
 
 
+def ask(
+    spaces: Sequence[Array], rows: Any, probs: Array | None, n: int, *, seed: int = 0, fair: int = 0
+) -> Asked:
+    """`Questions.next` once; of many images it looks at a random sample of those without a label.
+
+    Args:
+        spaces: unit vectors [N, d] of all images, the widest last.
+        rows: images that have a label.
+        probs: a model's probabilities [N, C] of all images, or None.
+        n: how many.
+        seed: of what is random.
+        fair: one in so many is drawn at random; 0: none.
+    """
+    rows = np.asarray(rows, np.int64)[-MOST:]
+    free = np.setdiff1d(np.arange(len(spaces[0])), rows)
+    if len(free) > MOST:
+        free = np.random.default_rng(seed).choice(free, MOST, replace=False)
+    some = np.sort(np.concatenate([rows, free]))
+    own = [space[some] for space in spaces]
+    questions = Questions(own, Teachers(own, 2).graph, seed=seed)
+    known = np.searchsorted(some, rows)
+    asked = questions.next(known, None if probs is None else probs[some], n, fair=fair)
+    return Asked(some[asked.rows], asked.fair)
+
+
 class Learned(NamedTuple):
     """A model of the labels so far, and what answers to random questions say of it."""
 

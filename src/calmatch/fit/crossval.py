@@ -148,6 +148,7 @@ class Outcome(NamedTuple):
     scores: Mapping[str, float]  # of all candidates, by name
     note: str  # how it was evaluated
     logits: Tensor | None = None  # of all images, where they are known
+    teaching: Sequence[int] = ()  # images whose label would teach most, where that is known
 
 
 def calibrate(

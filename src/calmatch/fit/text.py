@@ -10,7 +10,7 @@ from calmatch import console
 from calmatch.data.folder import ImageFolder
 from calmatch.fit.crossval import Calibration, HeldOut
 from calmatch.fit.portfolio import Candidate
-from calmatch.runs import Predicted, Run, most_informative, probabilities
+from calmatch.runs import Predicted, Run, label_command, probabilities
 
 STAGES = ("reading pictures", "planning", "learning", "evaluating", "calibrating and writing")
 SHOWN = 5
@@ -90,9 +90,10 @@ def describe_result(
         *describe_skipped(own),
     ]
     if asked is not None and len(asked.log_probs):
-        best = most_informative(asked.log_probs, SHOWN).tolist()
+        best = asked.teaching(SHOWN).tolist()
         names = [asked.files[k] for k in best] if asked.files is not None else []
         lines += ["", "These labels would teach it most:", *(f"  {name}" for name in names)]
+        lines += [f"  {command}   asks for them" for command in [label_command(run)] if command]
     folder = run.folder
     lines += [
         "",

@@ -218,7 +218,8 @@ def single_run_details(run: Run, preds: Predictions) -> dict[str, Any]:
     names = files.read_arrays(run.folder / "predictions.npz").get("files")
     data["pictures"] = example_images(preds, examples, names)
     counts = {"looked": examples.considered, "whole": examples.whole}
-    data["asked"] = {"shown": asked_images(examples), **counts}
+    command = runs.label_command(run)
+    data["asked"] = {"shown": asked_images(examples), "command": command, **counts}
     data["inBins"] = [_rows_in_bin(preds, rows, bin) for bin in summary.reliability_bins(preds)]
     return data
 
