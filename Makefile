@@ -39,11 +39,12 @@ test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
 test-faults: $(READY)  ## a dozen real processes hit at random moments, a minute
 	$(BIN)/python -m pytest -m faults
 
-faults: $(READY)  ## the same 500 times, about 20 minutes; HITS and SEED change it
-	$(BIN)/python tests/faults/run.py --hits $(or $(HITS),500) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record $(RECORD))
+faults: $(READY)  ## the same 500 times, and attacks of a second campaign; HITS, SEED, KEEP=FILE to go on later
+	$(BIN)/python tests/faults/run.py --hits $(or $(HITS),500) $(if $(SEED),--seed $(SEED)) $(if $(KEEP),--keep $(KEEP)) $(if $(RECORD),--record $(RECORD))
+	$(BIN)/python tests/faults/second.py $(if $(RECORD),--record $(RECORD))
 
 fuzz: $(READY)  ## 100,000 mutated inputs into everything that reads a stranger's file
-	$(BIN)/python tools/fuzz.py --inputs $(or $(INPUTS),102000) $(if $(RECORD),--record $(RECORD))
+	$(BIN)/python tools/fuzz.py --inputs $(or $(INPUTS),102000) $(if $(KEEP),--keep $(KEEP)) $(if $(RECORD),--record $(RECORD))
 
 test-floor:  ## the fast tests with the lowest versions that pyproject.toml admits, in .venv-floor
 	$(PYTHON) -m venv .venv-floor

@@ -41,6 +41,7 @@ from calmatch.bench.tables import build_tables, gather_runs, tidy_csv
 from calmatch.data.dataset import DATASETS
 from calmatch.data.folder import decode_folder, match_labels, read_folder, read_labels
 from calmatch.data.images import ImageFiles, cache_folder, cached_array, valid_text
+from calmatch.files import lock
 from calmatch.fit.plan import read_plan
 from calmatch.model import load_model
 from calmatch.options import FitOptions
@@ -55,7 +56,7 @@ from calmatch.predict import (
 )
 from calmatch.report import build
 from calmatch.runs import load_predictions, load_run
-from calmatch.training import checkpoint
+from calmatch.training import checkpoint, loop
 from calmatch.training.config import Config, load_config
 
 HOME = Path(calmatch.__file__).parent
@@ -243,6 +244,73 @@ def labelled(chance: random.Random, work: Path) -> None:
     assert set(found) <= set(names)
 
 
+def others(chance: random.Random, work: Path) -> None:
+    """Labels as Label Studio, COCO and imagefolder write them."""
+    names = ["a/1.png", "a/2.png", "b/ü 3.png", "4.png"]
+    kind = chance.randrange(3)
+    content: Any = [{"file_name": name, "label": name[0]} for name in names]
+    if kind == 1:
+        content = {
+            "categories": [{"id": k, "name": name} for k, name in enumerate("ab")],
+            "images": [{"id": k, "file_name": name} for k, name in enumerate(names)],
+            "annotations": [{"image_id": k, "category_id": k % 2} for k in range(4)],
+        }
+    elif kind == 2:
+        choice = [{"result": [{"type": "choices", "value": {"choices": ["a"]}}]}]
+        address = "/data/local-files/?d="
+        content = [{"data": {"image": address + name}, "annotations": choice} for name in names]
+    path = work / "labels.json"
+    text = json.dumps(value_of(chance, content) if chance.random() < 0.7 else content)
+    path.write_bytes(_text(chance, text) if chance.random() < 0.3 else text.encode())
+    found = match_labels(read_labels(path, names), names, path)
+    assert set(found) <= set(names)
+    assert all(label.strip() == label != "" for label in found.values())
+
+
+def liars(chance: random.Random, work: Path) -> None:
+    """Archives whose directory does not say what they hold, as pictures and as arrays."""
+    data = bytearray(ZIP if chance.random() < 0.5 else FOLDER["predictions.npz"])
+    for mark, places in ((b"PK\1\2", (8, 10, 20, 24, 28, 42)), (b"PK\3\4", (6, 8, 18, 22, 26))):
+        start = data.find(mark, chance.randrange(len(data)))
+        if start >= 0 and chance.random() < 0.8:
+            place = start + chance.choice(places)
+            value = chance.choice((0, 1, 8, 12, 14, 0xFFFF, 1 << 20, 1 << 31, 0xFFFFFFFF))
+            size = 2 if place - start in (6, 8, 10, 26, 28) else 4
+            data[place : place + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+    path = work / "liar.zip"
+    path.write_bytes(data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    source = ImageSource(path)
+    for name in list(source.names())[:4]:
+        if isinstance(name, str):
+            decode_one(source.root, name, SMALL)
+    path.rename(path.with_suffix(".npz"))
+    try:
+        load_predictions(path.with_suffix(".npz"))
+    finally:
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 300 << 10, f"{grown >> 10} MiB"
+
+
+def odd_folders(chance: random.Random, work: Path) -> None:
+    """A run folder in which something lies in the place of a file."""
+    folder = work / "odd"
+    shutil.rmtree(folder, ignore_errors=True)
+    places = (".lock", "fit.json", "config.json", "checkpoint/1", "work/.lock", "work/a/all", "x")
+    for place in chance.sample(places, chance.randrange(1, 4)):
+        path = folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        makes: list[Callable[[], Any]] = [
+            lambda path=path: os.mkfifo(path),
+            lambda path=path: path.mkdir(),
+            lambda path=path: path.write_bytes(b"{}"),
+            lambda path=path: path.symlink_to(chance.choice((OUTSIDE, "..", "nowhere", "x"))),
+        ]
+        chance.choice(makes)()
+    with lock(folder):
+        assert (folder / ".lock").is_file()
+
+
 def weights(chance: random.Random, work: Path) -> None:
     name, data = chance.choice(WEIGHTS)
     (work / name).write_bytes(bytes_of(chance, data))
@@ -421,15 +489,18 @@ def _hurt(chance: random.Random, folder: Path, name: str) -> None:
 
 
 TARGETS: dict[str, tuple[int, Target]] = {  # share of the inputs in percent
-    "spec strings": (22, specs),
-    "YAML and JSON configs": (16, configs),
+    "spec strings": (18, specs),
+    "YAML and JSON configs": (14, configs),
     "CSV predictions": (9, csvs),
     "CSV labels": (6, labelled),
+    "labels of other programs": (3, others),
     "tables of answers": (4, answers),
     "pretrained weights": (4, weights),
     "pictures": (15, pictures),
     "zips of pictures": (4, zips),
+    "archives that lie": (2, liars),
     "folders of pictures": (4, folders),
+    "odd run folders": (1, odd_folders),
     "arrays in the cache": (2, caches),
     "plans of fits": (1, plans),
     "checkpoints": (4, checkpoints),
@@ -480,6 +551,7 @@ def prepare(work: Path) -> None:
         **{"dataset": "synthetic", "labels": 16, "net": "tiny", "weak": "crop(1)", "steps": 12},
         **{"strong": "crop(2)", "eval_every": 6, "log_every": 3, "device": "cpu"},
     )
+    loop.RESAMPLES = 20  # most time is there
     run = calmatch.train(small, work / "whole", quiet=True)
     for path in run.folder.iterdir():
         if path.is_file():
@@ -546,7 +618,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="targets with this text in their names")
     parser.add_argument("--record", type=Path, help="a page with a place for the table")
+    parser.add_argument("--keep", type=Path, help="where counts are kept: the same line goes on")
     options = parser.parse_args()
+    kept = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it hangs")))
     torch.set_num_threads(1)
@@ -564,22 +638,25 @@ def main() -> int:
         if options.only not in name:
             continue
         number, began = options.inputs * share // 100, time.monotonic()
-        bad: Counter[str] = Counter()
-        for k in range(number):
+        bad: Counter[str] = Counter(kept.get(name, {}))
+        for k in range(number if name not in kept else 0):
             if trouble := tried(target, options.seed * 10**9 + k, work, seen):
                 bad[trouble.partition(" in ")[2] or trouble] += 1
                 findings.setdefault(f"{name}: {trouble.rpartition(' in ')[2]}", []).append(
                     f"seed {k}: {trouble}"
                 )
         took = time.monotonic() - began
+        kept[name] = dict(bad)
+        if options.keep:
+            options.keep.write_text(json.dumps(kept))
         lines.append(f"| {name} | {number:,} | {sum(bad.values())} |")
         total += number
         print(f"{name}: {number:,} inputs, {sum(bad.values())} findings, {took:.0f} s", flush=True)
-    lines.append(f"| all | {total:,} | {sum(map(len, findings.values()))} |")
+    lines.append(f"| all | {total:,} | {sum(sum(bad.values()) for bad in kept.values())} |")
     written = "| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines)
     print(f"\n{written}")
     if options.record:
-        put(options.record, "fuzz", written)
+        put(options.record, "fuzz", written, f"`make fuzz INPUTS={options.inputs}`, seed {options.seed}")
     for where, found in findings.items():
         print(f"{len(found):>6}  {where}\n        {found[0]}")
     if OUTSIDE.read_text() != '{"secret": 1}':

@@ -7,11 +7,12 @@ from datetime import date
 from pathlib import Path
 
 
-def put(page: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- name -->` and `<!-- end of name -->`."""
+def put(page: Path, name: str, text: str, how: str = "") -> None:
+    """Replace what stands between `<!-- name -->` and `<!-- end of name -->`; `how` it was made."""
     place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
     old = page.read_text("utf-8")
     if len(place.findall(old)) != 1:
         raise SystemExit(f"{page} has no place for {name}.")
-    body = f"Written by the tool on {date.today()}.\n\n{text}\n\n"
+    made = f" by {how}" if how else ""
+    body = f"Written by the tool on {date.today()}{made}.\n\n{text}\n\n"
     page.write_text(place.sub(lambda found: found[1] + "\n" + body + found[2], old), "utf-8")

@@ -607,4 +607,4 @@ def python() -> Iterator[Attack]:
     yield Attack("anew: Python", "Pillow without a limit", unlimited)
 
 
-FAMILIES = (archives, large, places, names, labels, runs, machines, crowds, python)
+FAMILIES = (archives, places, names, labels, runs, machines, python, crowds, large)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import sys
@@ -28,11 +29,16 @@ def main() -> int:
     parser.add_argument("--case", choices=list(hits.CASES))
     parser.add_argument("--kind", choices=list(hits.HITS))
     parser.add_argument("--record", type=Path, help="a page with a place for the table")
+    parser.add_argument("--keep", type=Path, help="where counts are kept: the same line goes on")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     options = parser.parse_args()
-    chance = random.Random(options.seed)
-    done: Counter[str] = Counter()
-    survived: Counter[str] = Counter()
-    failed, number, began = [], 0, time.monotonic()
+    kept = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
+    options.seed = kept.get("seed", options.seed)
+    done: Counter[str] = Counter(kept.get("done", {}))
+    survived: Counter[str] = Counter(kept.get("survived", {}))
+    failed: list[str] = kept.get("failed", [])
+    number, began = kept.get("stories", 0), time.monotonic()
+    chance = random.Random(f"{options.seed} {number}")
     forks = Forks()
     work = Path(tempfile.mkdtemp(prefix="calmatch-faults-"))
     stage = hits.Stage(work, options.seed, forks)
@@ -40,6 +46,8 @@ def main() -> int:
     weights = [WEIGHTS.get(name, 6) for name in names]
     print(f"seed {options.seed}, in {work}, small disk: {stage.mounted}", flush=True)
     while sum(done.values()) < options.hits:
+        if time.monotonic() - began > options.minutes * 60:
+            break
         number += 1
         case = hits.CASES[chance.choices(names, weights)[0]]
         able = [options.kind] if options.kind else hits.kinds(case)
@@ -51,10 +59,10 @@ def main() -> int:
             for kind, in_time in hits.story(stage, case, wanted, f"story-{number}"):
                 landed += [kind] if in_time else []
         except Exception as error:
-            kept = work / f"failed-{number}"
+            aside = work / f"failed-{number}"
             if (place := work / "disk" / f"story-{number}").exists():
-                shutil.move(place, kept)
-            failed.append(f"story {number} seed {seed} {case.name} {wanted}: {error!r} in {kept}")
+                shutil.move(place, aside)
+            failed.append(f"story {number} seed {seed} {case.name} {wanted}: {error!r} in {aside}")
             traceback.print_exc()
             print(failed[-1], flush=True)
             done.update([*landed, wanted[min(len(landed), len(wanted) - 1)]])
@@ -64,6 +72,10 @@ def main() -> int:
             survived.update(landed)
         for output in work.glob("output-*.txt") if not failed else ():
             output.unlink()
+        if options.keep:
+            facts = {"seed": options.seed, "stories": number, "failed": failed}
+            facts |= {"done": dict(done), "survived": dict(survived)}
+            options.keep.write_text(json.dumps(facts))
         print(
             f"{time.monotonic() - began:5.0f} s  {sum(done.values())} hits, "
             f"{sum(survived.values())} survived; story {number}: {case.name}, "
@@ -74,7 +86,8 @@ def main() -> int:
     table = f"| kind | hits | survived |\n|---|---|---|\n{_rows(done, survived)}"
     print(f"\n{table}")
     if options.record:
-        put(options.record, "hits", table)
+        how = f"`make faults HITS={options.hits} SEED={options.seed}`"
+        put(options.record, "hits", table, how)
     if failed:
         print("\n".join(failed))
         return 1

@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +38,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from record import put
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 60.0  # seconds, on a machine that has nothing else to do
 ROOM = 1 << 30  # bytes of memory that an attack may cost
 KEPT = b"precious"
 Act = Callable[[Path], Any]  # makes the scene; returns words of the command line, or calls itself
@@ -1028,6 +1029,7 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
     """Nothing, or what went wrong."""
     shutil.copytree(home, here)
     output, began = here.with_suffix(".txt"), time.monotonic()
+    patience = PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     if (pid := os.fork()) == 0:
         _act(attack, here, output)
     code = status = None
@@ -1035,7 +1037,7 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if not found:
             status = None
-            if time.monotonic() - began > PATIENCE:
+            if time.monotonic() - began > patience:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 return f"it hangs; it said: {output.read_text(errors='replace')[-200:]}"
@@ -1043,27 +1045,31 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
     code = os.waitstatus_to_exitcode(status)
     told = output.read_text(errors="replace")
     last = (told.strip().splitlines() or [""])[-1]
-    for path in (*here.rglob("trap*"), *here.parent.glob("trap*")):
-        return f"somebody's code ran: {path.name}"
+    if found := _find(here.parent, "trap*"):
+        return f"somebody's code ran: {found}"
     if (here / "precious").read_bytes() != KEPT or not (here / "theirs" / "thesis.txt").exists():
         return "a file was changed that is not ours"
     if {path.name for path in (here / "theirs").iterdir()} != {"thesis.txt"}:
         return "a folder was written to that is not ours"
-    if "Traceback" in told or code not in (0, 2):
+    apart = code == 1 and "further away than the tolerance" in told  # what replay is for
+    if "Traceback" in told or not (code in (0, 2) or apart):
         return f"exit code {code}: {last[:200]}"
     if any(mark in told for mark in "\x1b\x07\r\u202e"):
         return f"control characters on the console: {ascii(told)[-200:]}"
-    if (
-        code == 2
-        and "without (" not in attack.name
-        and not any(mark in told for mark in ("calmatch: ", "Python: ", "error"))
-    ):
+    marks = ("calmatch: ", "Python: ", "error", "──")
+    if code == 2 and "without (" not in attack.name and not any(mark in told for mark in marks):
         return f"exit code 2 without a sentence: {told[-200:]}"
-    if litter := [path.name for path in here.rglob(".*.part")]:
+    if litter := _find(here, ".*.part"):
         return f"left behind: {litter}"
     if usage.ru_maxrss * 1024 - BEFORE > ROOM:
         return f"{usage.ru_maxrss >> 10} MiB of memory"
     return ""
+
+
+def _find(folder: Path, name: str) -> str:
+    """By a program: some attacks make folders deeper than Python can walk."""
+    words = ["find", str(folder), "-name", name]
+    return subprocess.run(words, capture_output=True, text=True, errors="replace").stdout
 
 
 BEFORE = 0  # bytes of memory before anything is done
@@ -1145,7 +1151,7 @@ def main() -> int:
             findings.append(f"{attack.kind}: {attack.name}: {trouble}")
             print(findings[-1], flush=True)
         else:
-            shutil.rmtree(here.parent, ignore_errors=True)
+            subprocess.run(["rm", "-rf", str(here.parent)], check=False)
     rows = [f"| {kind} | {n} | {held[kind]} |" for kind, n in done.items()]
     rows.append(f"| all | {sum(done.values())} | {sum(held.values())} |")
     table = "| attack | tried | held |\n|---|---|---|\n" + "\n".join(rows)

@@ -137,14 +137,16 @@ def _load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
 
 def _walk_runs(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Run folders and whether they are finished; what lies inside a run is not looked at."""
-    with os.scandir(folder) as scan:
-        entries = {entry.name: entry for entry in scan}
-    if "config.json" in entries:
-        yield folder, "result.json" in entries
-        return
-    for name, entry in entries.items():
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk_runs(folder / name)
+    left = [folder]  # not by calls: folders may lie deeper than Python calls
+    while left:
+        here = left.pop()
+        with os.scandir(here) as scan:
+            entries = {entry.name: entry for entry in scan}
+        if "config.json" in entries:
+            yield here, "result.json" in entries
+        else:
+            inner = [n for n, entry in entries.items() if entry.is_dir(follow_symlinks=False)]
+            left += [here / name for name in inner]
 
 
 def _row_title(config: Config) -> str:
