@@ -428,7 +428,7 @@ def make_line(job: engine.Job) -> dict[str, Any]:
     best = min(tested, key=lambda line: line["error"])
     last = {name: run.result.metrics[name].value for name in METRICS}
     sure = float(run.predictions()[0].exp().amax(-1).mean())
-    times = [json.loads(line) for line in (job.folder / "times.jsonl").open()]
+    times = [json.loads(x) for x in (job.folder / "times.jsonl").read_text().splitlines()]
     return {
         "key": job.name,
         "column": job.name.split()[0],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from calmatch.bench import Failed, engine, stats
@@ -28,28 +29,30 @@ def demo(options: DemoOptions) -> None:
     )
     words += f"a class):\n{len(seeds)} label splits, each learned from without and with the margin."
     message(words, options.quiet)
-    jobs = {}
+    jobs: dict[str, list[Job]] = {row: [] for row in PENALTIES}
     for row, penalty in PENALTIES.items():
         for seed in seeds:
             config = digits_hard("freematch", penalty=penalty, seed=seed, split_seed=seed)
             folder = options.out / row.replace(" + ", "-") / f"seed{seed}"
-            jobs[row, seed] = Job(f"{row}, split {seed}", config.replace(device="cpu"), folder)
-    _train(list(jobs.values()), len(seeds), options.quiet)
-    runs = {row: [load_run(jobs[row, seed].folder) for seed in seeds] for row in PENALTIES}
-    figure = save_figure(reliability_figure(_pool(runs)), options.out / "reliability.png")
+            jobs[row].append(Job(f"{row} {seed}", config.replace(device="cpu"), folder))
+    _train([job for several in jobs.values() for job in several], len(seeds), options.quiet)
+    runs = {row: [load_run(job.folder) for job in several] for row, several in jobs.items()}
+    pooled = {}  # predictions of all splits
+    for row, several in runs.items():
+        log_probs, labels = zip(*(run.predictions() for run in several), strict=True)
+        pooled[row] = (torch.cat(log_probs), torch.cat(labels))
+    figure = save_figure(reliability_figure(pooled), options.out / "reliability.png")
     page = build([several[0] for several in runs.values()], options.out / "report.html")
-    print("\n".join(describe(runs)[:-1]))
-    print(f"\nPicture: {figure}\nReport:  {page} (of the first split)\n\n{describe(runs)[-1]}")
+    *lines, last = describe(runs)
+    lines += ["", f"Picture: {figure}", f"Report:  {page} (of the first split)", "", last]
+    print("\n".join(lines))
 
 
 def _train(jobs: Sequence[Job], together: int, quiet: bool) -> None:
-    """One process a core at most, and the seeds of a row in one process."""
+    """One process a core, two at most, and the seeds of a row in one process."""
     workers = [worker._replace(together=together) for worker in engine.local_workers(2)[:2]]
     waiting = [job for job in jobs if engine.job_state(job) != "finished"]
-    with (
-        catch_signals(collect=True) as signals,
-        SuiteProgress("demo", waiting, quiet) as progress,
-    ):
+    with catch_signals(collect=True) as signals, SuiteProgress("demo", waiting, quiet) as progress:
         engine.run_locally(waiting, progress, workers, signals)
     if signals:
         raise Stopped(signals[0])
@@ -57,41 +60,29 @@ def _train(jobs: Sequence[Job], together: int, quiet: bool) -> None:
         raise Failed(f"{failed[0].job.name} {failed[0].note}; its log is in {failed[0].job.folder}")
 
 
-def _pool(runs: Mapping[str, Sequence[Run]]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """All splits' predictions of a row together."""
-    pairs = {row: [run.predictions() for run in several] for row, several in runs.items()}
-    return {
-        row: (torch.cat([p for p, _ in each]), torch.cat([y for _, y in each]))
-        for row, each in pairs.items()
-    }
-
-
 def describe(runs: Mapping[str, Sequence[Run]]) -> list[str]:
     """The table's lines, and a last one that says in a sentence what it shows."""
-    numbers = {row: [_measure(run) for run in several] for row, several in runs.items()}
-    lines = [f"\n{'mean over splits, %':<22}{'right':>8}{'sure':>8}{'error':>8}{'ECE':>8}"]
-    means = {}
-    for row, several in numbers.items():
-        means[row] = [stats.mean(values).value for values in zip(*several, strict=True)]
-        lines.append(f"{row:<22}" + "".join(f"{value:>8.1f}" for value in means[row]))
-    plain, mended = numbers.values()
-    pairs = [[b - a for a, b in zip(*two, strict=True)] for two in zip(plain, mended, strict=True)]
-    error, ece = (stats.paired([pair[k] for pair in pairs]) for k in (2, 3))
+    plain, mended = (np.array([_measure(run) for run in several]) for several in runs.values())
+    (right, sure, _), (right_after, sure_after, _) = means = plain.mean(0), mended.mean(0)
+    lines = [f"\n{'mean over splits, %':<22}{'right':>8}{'sure':>8}{'ECE':>8}"]
+    for row, numbers in zip(runs, means, strict=True):
+        lines.append(f"{row:<22}" + "".join(f"{number:>8.1f}" for number in numbers))
     lines.append("\nWith the margin less without, split by split (percentage points):")
-    for name, test in (("error", error), ("ECE", ece)):
+    change = mended - plain
+    for name, differences in (("error", -change[:, 0]), ("ECE", change[:, 2])):
+        test = stats.paired(differences.tolist())
         interval = f"95 % interval {test.low:+.1f} to {test.high:+.1f}"
-        lines.append(f"  {name:<6}{test.value:+6.1f}   {interval}, lower in {test.better} of")
-        lines[-1] += f" {test.number} splits"
-    (right, sure, *_), (right_after, sure_after, *_) = means.values()
+        count = f"lower in {test.better} of {test.number} splits"
+        lines.append(f"  {name:<6}{test.value:+6.1f}   {interval}, {count}")
     story = f"FreeMatch alone was {sure:.0f} % sure and {right:.0f} % right; with the margin it was"
     story += f" {sure_after:.0f} % sure and {right_after:.0f} % right: "
-    if ece.high < 0:
-        return [*lines, f"{story}its confidence can be believed more."]
-    return [*lines, f"{story}these few splits do not show that the margin helps."]
+    shown = test.high < 0  # of ECE, the last one
+    few = "these few splits do not show that the margin helps."
+    return [*lines, story + ("its confidence can be believed more." if shown else few)]
 
 
-def _measure(run: Run) -> tuple[float, float, float, float]:
-    """Percentages: right answers, mean confidence, error, ECE."""
+def _measure(run: Run) -> tuple[float, float, float]:
+    """Percentages: right answers, mean confidence, ECE."""
     sure = float(probabilities(run.predictions()[0]).amax(-1).mean())
     error, ece = (run.result.metrics[name].value for name in ("error", "ece"))
-    return 100 - 100 * error, 100 * sure, 100 * error, 100 * ece
+    return 100 - 100 * error, 100 * sure, 100 * ece

@@ -349,7 +349,7 @@ def draw_penalty(figure: Figure, content: Content) -> None:
     for m in sorted({c["margin"] for c in content["curves"] if c["margin"] is not None}):
         left.axvline(m, color="0.4", lw=0.8, ls=":")
         where: Any = ("data", "axes fraction")
-        left.annotate(f"m = {m:g}", (m, 1), xycoords=where, fontsize=6, va="top")
+        left.annotate(f" m = {m:g}", (m, 1), xycoords=where, fontsize=6, va="top")
     left.set(xlabel="largest logit distance", ylabel="density over test pictures", ylim=(0, None))
     right.set(xlabel="confidence", ylabel="errors at least that sure, %")
     right.set(ylim=(0, 101), xlim=(0, 1))

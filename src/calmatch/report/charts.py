@@ -100,7 +100,7 @@ def draw_reliability(axes: Axes, panel: dict[str, Any], title: str, size: float 
         strength = 0.2 + 0.8 * (count / most) ** 0.5
         axes.bar(left, height, panel["width"], align="edge", color=PALETTE[0], alpha=strength, lw=0)
     accuracy = [a for a, full in zip(panel["accuracy"], panel["filled"], strict=True) if full]
-    dots = {"color": PALETTE[1], "ms": 0.4 * size, "zorder": 4, "clip_on": False}
+    dots: dict[str, Any] = {"color": PALETTE[1], "ms": 0.4 * size, "zorder": 4, "clip_on": False}
     axes.plot(panel["confidence"], accuracy, "o", **dots)
     ticks = [0, 0.5, 1]
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks, aspect="equal")
