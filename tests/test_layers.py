@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 import calmatch
-from conftest import ALONE
 
 ROOT = Path(calmatch.__file__).parent
 FLOORS = [
@@ -95,7 +94,7 @@ print(code, len(names), any(name in sys.modules for name in ("torch", "numpy", "
 def loaded(*words: str | Path) -> tuple[int, int, bool]:
     """A command's exit code, the calmatch modules it has loaded, and whether heavy packages too."""
     command = [sys.executable, "-c", LOADED, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ALONE, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     code, number, heavy = done.stdout.splitlines()[-1].split()
     return int(code), int(number), heavy == "True"
 

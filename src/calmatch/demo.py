@@ -1,7 +1,5 @@
 """`calmatch demo`: a network that is surer than it is right, and the margin that mends it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files: atomic writes, locks, and the one opener of files that a stranger may have sent."""
 
-from __future__ import annotations
-
 import errno
 import glob
 import importlib

@@ -1,7 +1,5 @@
 """Models on the Hugging Face Hub: pushed with a card made from the run, pulled by revision."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """`calmatch bench`, `table` and `figure`: a suite's runs, its tables and figures, in one folder."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

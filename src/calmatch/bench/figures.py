@@ -1,7 +1,5 @@
 """The paper's figures from run folders: `prepare_x` computes plain numbers, `draw_x` draws them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The paper: its experiments as suites of runs, each with its source, and its published numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ where the suite was started, writes into the run folders, and only for the newes
 So nodes share no path, no lock has to work across a network, and an attempt on a lost node cannot
 come back: its process dies with its worker, and what it might still send is refused."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

@@ -1,7 +1,5 @@
 """Tables as Markdown, LaTeX or HTML: aligned, escaped, the best bold, the second underlined."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Callable, Mapping, Sequence

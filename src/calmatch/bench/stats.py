@@ -1,7 +1,5 @@
 """Statistics over runs: means, Friedman ranks, Nemenyi's distance, paired differences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Other programs' files: labels from Label Studio, COCO and imagefolder; predictions for them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Own images, one command: read, plan, learn, evaluate out-of-fold, calibrate, say it plainly."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

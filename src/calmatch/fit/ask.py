@@ -8,8 +8,6 @@ data. One question in FAIR goes to the next image of a random order instead; the
 and only those, are held out to estimate the error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

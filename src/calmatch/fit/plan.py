@@ -1,7 +1,5 @@
 """What a fit will do, decided by measuring: the network, the image size, the views, the steps."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

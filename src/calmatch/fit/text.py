@@ -1,7 +1,5 @@
 """What `fit` says to a person: what it was given and tried, how good it is, what to do next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """All layers learn: by a method from pictures, or after the student, as one more candidate."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

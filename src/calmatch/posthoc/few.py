@@ -6,8 +6,6 @@ show; held-out labels update it; error, interval and promise are read off the po
 takes arrays, and log-probabilities as the model that is used would give them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Promises: sets that hold the true class, and answers only where they are right often enough."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple, get_args
 

@@ -4,8 +4,6 @@ Every scaling first turns its input into log-probabilities, so logits and log-pr
 the same result, and all of it is tensor expressions, so a scaling is exported with its model.
 SciPy and scikit-learn are imported where something is fitted: prediction starts sooner."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
