@@ -43,7 +43,7 @@ from calmatch.runs import load_run
 from calmatch.training.config import Config
 from calmatch.training.loop import train
 
-FEW_STEPS, MOST_STEPS = 60, 400  # of one refinement
+FEW_STEPS, MOST_STEPS = 60, 200  # of one refinement
 LABELLED, UNLABELLED = 32, 64  # images a step
 RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
 BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
