@@ -130,7 +130,7 @@ def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[
     body: Any = model.network.net.body
     frozen, size = item.name == "embedded" and options.freeze is not False, model.size
     if frozen:
-        size, item = item.kwargs["size"], spec.parse(item.kwargs["on"])
+        size, item = item.kwargs.get("size", 224), spec.parse(item.kwargs["on"])
         body = body.body
     state = {k: v.contiguous() for k, v in body.state_dict().items()}
     files.write(target, safetensors.torch.save(state))
