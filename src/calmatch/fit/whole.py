@@ -284,7 +284,8 @@ class Refinement:
     def _network(self, weights: Any) -> nn.Module:
         classes = self.teachers.classes
         _, network = portfolio.join_head(self.extractor, self.embedding, weights, True, classes)
-        return network.to(self.extractor.device).eval()
+        place: Any = {"device": self.extractor.device, "memory_format": torch.channels_last}
+        return network.to(**place).eval()
 
     def _refine(self, weights: Any, known: Any, steps: int, bar: Any) -> nn.Module:
         network = self._network(weights)
@@ -348,7 +349,8 @@ class Refinement:
     def _normalise(self, pixels: Tensor) -> Tensor:
         own = self.extractor.mean, self.extractor.std
         mean, std = (torch.tensor(values, device=pixels.device) for values in own)
-        return augment.normalise(pixels, mean, std)
+        shown = augment.normalise(pixels, mean, std)
+        return shown.contiguous(memory_format=torch.channels_last)
 
     def _some(self, rows: Any) -> Tensor:
         return take_images(self.images, torch.from_numpy(rows))
