@@ -158,6 +158,7 @@ def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, An
     return {
         **score(task, run, model, seen["new"]),
         "kept": run.result.kept,
+        "views": len(views),
         "seconds": seconds,
         **score_opponents(task, plain, seen),
     }
@@ -264,9 +265,11 @@ def write_pages(lines: list[dict[str, Any]]) -> None:
         zoo = [line for line in own if line["key"].split()[1] not in ("eurosat", "cifar10")]
         for some in (zoo, [line for line in own if line not in zoo]):
             if some:
-                table = "\n".join(render_table(some))
-                page += [f"## {net}, {number} labels a class\n", table]
-                first = first or f"{net} at its own size, {number} labels a class.\n\n{table}"
+                table, views = "\n".join(render_table(some)), some[0]["views"]
+                shown = f"{views} views" if views > 1 else "one view"
+                title = f"{net.partition('(')[0]}, {number} labels a class, {shown}"
+                page += [f"## {title}\n", table]
+                first = first or f"{title}, CPU.\n\n{table}"
     (ROOT / "research" / "zoo.md").write_text("\n".join(page))
     print("\n".join(page))
     for name, short in (("docs/results.md", False), ("README.md", True)):
@@ -292,7 +295,7 @@ def render_table(lines: list[dict[str, Any]]) -> list[str]:
     ratios, eces = [], []
     for name in sorted({line["key"].split()[1] for line in lines}):
         some = [line for line in lines if line["key"].split()[1] == name]
-        numbers = [k for k in some[0] if k not in ("key", "kept")]
+        numbers = [k for k in some[0] if k not in ("key", "kept", "views")]
         mean = {k: float(np.mean([line[k] for line in some])) for k in numbers}
         ratios.append(mean["fit"] / mean["lr"])
         eces.append(100 * mean["ece"])

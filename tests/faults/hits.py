@@ -113,7 +113,7 @@ CASES = {
         ),
         Case(
             "fit",
-            ("fit", "{data}", "--steps", "30", "--size", "8", "--device", "cpu", *OUT),
+            ("fit", "{data}", "--size", "8", "--device", "cpu", *OUT),
             (".", "work/both", "work/alone"),
             None,
             (*SIGNALS, "full", "limit", "readonly", "damage", "double", "clock", "vanish"),

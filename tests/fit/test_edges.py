@@ -12,7 +12,7 @@ from PIL import Image
 from calmatch import fit as fits
 from calmatch.cli import _parse, main
 from calmatch.model import load_model
-from calmatch.options import FitOptions
+from calmatch.options import DINO, FitOptions
 
 
 def draw(root: Path, counts: list[tuple[int, int]], side: int = 32, grey: bool = False) -> Path:
@@ -59,6 +59,17 @@ def test_small_grey_pictures_are_enlarged_for_a_pretrained_network(tmp_path, cap
     root = draw(tmp_path / "pics", [(4, 20)] * 4, grey=True)
     _fit_and_look(tmp_path, root, 4, capsys, net="efficientnet_lite0")
     assert load_model(tmp_path / "run").size >= 224
+
+
+@pytest.mark.slow
+def test_a_transformer_of_one_size_is_fitted_and_loaded_as_any_other(tmp_path, capsys):
+    """The network that a GPU with a hub gets, without its weights and most of its layers."""
+    root = draw(tmp_path / "pics", [(3, 6)] * 2)
+    net = f"{DINO}(pretrained=False, img_size=28, depth=3)"
+    _fit_and_look(tmp_path, root, 2, capsys, net=net)
+    note = load_model(tmp_path / "run").note
+    assert note["mean"] == [0.485, 0.456, 0.406]
+    assert {view[0] for view in note["tta"]} == {28}
 
 
 def _fit_and_look(tmp_path, root, classes, capsys, net="tiny"):

@@ -12,6 +12,7 @@ import torch
 from calmatch import nets
 from calmatch.data.folder import ImageFolder, decode_folder, read_folder
 from calmatch.fit import plan, portfolio
+from calmatch.options import DINO, hub_answers
 from pictures import blobs, options
 
 
@@ -34,6 +35,44 @@ def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeyp
     assert not ready
     assert "learns from scratch" in notes[0]
     assert "The hub cannot be reached" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "cached", "hub", "first"),
+    [
+        ("cuda", False, False, "efficientnet_lite0"),
+        ("cuda", True, False, DINO),
+        ("cuda", False, True, DINO),
+        ("cpu", True, True, "efficientnet_lite0"),
+    ],
+)
+def test_the_strongest_network_that_can_be_had_comes_first(
+    tmp_path, monkeypatch, device, cached, hub, first
+):
+    monkeypatch.setattr(plan, "weights_here", lambda _: cached)
+    monkeypatch.setattr(plan, "hub_answers", lambda: hub)
+    monkeypatch.setattr(nets, "build", lambda *_: None)
+    net, ready, _ = plan.choose_network(options(tmp_path, net=None), torch.device(device))
+    assert net.partition("(")[0] == first
+    assert ready
+
+
+def test_weights_that_cannot_be_had_are_one_sentence_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "weights_here", lambda _: False)
+    monkeypatch.setattr(plan, "hub_answers", lambda: False)
+    asked = options(tmp_path, net="timm.resnet18")
+    with pytest.raises(ValueError, match="does not answer"):
+        plan.choose_network(asked, torch.device("cpu"))
+    asked = options(tmp_path, net="timm.resnet18(pretrained=False)")
+    assert plan.choose_network(asked, torch.device("cpu"))[1] is False
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: time.sleep(3))
+    began = time.monotonic()
+    assert not hub_answers(0.1)
+    assert time.monotonic() - began < 2
 
 
 def test_a_pretrained_network_is_shown_images_as_its_weights_want_them():

@@ -175,9 +175,9 @@ def fit_frozen(job: Job, size: int | None) -> Outcome:
     rows = _pool_rows(labels, len(own.known) + portfolio.MOST, options.seed)
     labelled = np.flatnonzero(labels[rows] >= 0)
     y, seen = labels[rows][labelled], pool.some(rows)
-    embedding = portfolio.Embedding.fit(seen)
-    teachers = portfolio.Teachers(embedding.spaces(seen), classes)
     with console.ProgressBar("candidates", portfolio.FITS, 0, quiet, unit="fits") as bar:
+        embedding = portfolio.Embedding.fit(seen)
+        teachers = portfolio.Teachers(embedding.spaces(seen), classes)
         candidates = [
             portfolio.fit_transductive(teachers, labelled, y, bar),
             portfolio.fit_logistic(seen, labelled, y, classes, bar),

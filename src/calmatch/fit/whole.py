@@ -41,7 +41,7 @@ from calmatch.runs import load_run
 from calmatch.training.config import Config
 from calmatch.training.loop import train
 
-FEW_STEPS, MOST_STEPS = 60, 400  # of one refinement
+FEW_STEPS, MOST_STEPS = 60, 200  # of one refinement
 LABELLED, UNLABELLED = 32, 64  # images a step
 RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
 BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
@@ -128,7 +128,7 @@ def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[
     body: Any = model.network.net.body
     frozen, size = item.name == "embedded" and options.freeze is not False, model.size
     if frozen:
-        size, item = item.kwargs["size"], spec.parse(item.kwargs["on"])
+        size, item = item.kwargs.get("size", 224), spec.parse(item.kwargs["on"])
         body = body.body
     state = {k: v.contiguous() for k, v in body.state_dict().items()}
     files.write(target, safetensors.torch.save(state))
@@ -282,7 +282,8 @@ class Refinement:
     def _network(self, weights: Any) -> nn.Module:
         classes = self.teachers.classes
         _, network = portfolio.join_head(self.extractor, self.embedding, weights, True, classes)
-        return network.to(self.extractor.device).eval()
+        place: Any = {"device": self.extractor.device, "memory_format": torch.channels_last}
+        return network.to(**place).eval()
 
     def _refine(self, weights: Any, known: Any, steps: int, bar: Any) -> nn.Module:
         network = self._network(weights)
@@ -346,7 +347,8 @@ class Refinement:
     def _normalise(self, pixels: Tensor) -> Tensor:
         own = self.extractor.mean, self.extractor.std
         mean, std = (torch.tensor(values, device=pixels.device) for values in own)
-        return augment.normalise(pixels, mean, std)
+        shown = augment.normalise(pixels, mean, std)
+        return shown.contiguous(memory_format=torch.channels_last)
 
     def _some(self, rows: Any) -> Tensor:
         return take_images(self.images, torch.from_numpy(rows))
