@@ -182,23 +182,11 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 writer.writerow(["file", "label"])
                 labelled = np.flatnonzero(ids >= 0)
                 writer.writerows((f"{row:09d}.png", f"{ids[row]}") for row in labelled)
-            options = FitOptions(
-                root,
-                table,
-                out=Path(place) / "run",
-                minutes=self.minutes,
-                method=self.method,
-                penalty=self.penalty,
-                net=self.net,
-                frozen=self.frozen is True,
-                no_frozen=self.frozen is False,
-                tta=self.tta,
-                steps=self.steps,
-                seed=self.seed_,
-                device=self.device,
-                quiet=True,
-            )
-            run = fit.fit(options)
+            names = "minutes method penalty net tta steps device".split()
+            own: dict[str, Any] = {name: getattr(self, name) for name in names}
+            own |= {"frozen": self.frozen is True, "no_frozen": self.frozen is False}
+            own |= {"out": Path(place) / "run", "seed": self.seed_, "quiet": True}
+            run = fit.fit(FitOptions(root, table, **own))
             self.model_ = load_model(run.folder, device=pick_device(self.device))
             self.result_ = run.result
             examples = load_examples(run.folder)

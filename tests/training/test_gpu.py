@@ -16,7 +16,7 @@ from calmatch.options import FitOptions
 from calmatch.training import checkpoint
 from calmatch.training.cuda_graph import CapturedStep
 from calmatch.training.setup import build_parts, deterministic
-from calmatch.training.step import make_training, new_training, predict
+from calmatch.training.step import Predictor, make_training, new_training
 from conftest import ALL_METHODS
 from pictures import blobs
 from test_augment import BATCH, PHOTOS, assert_pillows, pillow
@@ -224,7 +224,7 @@ def test_compiled_evaluation_measures_what_the_exact_one_does(tiny):
     config = tiny("fixmatch", device="cuda", net="small(width=8)", steps=40, eval_every=1)
     parts = build_parts(config)
     pictures, _ = parts.sets["test"]
-    exact = predict(parts, pictures, 37)
+    exact = Predictor(parts, 37)(pictures)
     fast = make_training(config.replace(eval_batch=37), parts).predict
     assert fast.compiled
     torch.testing.assert_close(fast(pictures), exact, atol=1e-4, rtol=1e-4)

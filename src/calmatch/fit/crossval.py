@@ -24,7 +24,7 @@ from calmatch.runs import Result, Run
 from calmatch.training.config import Config
 from calmatch.training.loop import train, train_in_memory, train_together
 from calmatch.training.setup import Material, Parts, Sets, Statistics, assemble
-from calmatch.training.step import measure, predict
+from calmatch.training.step import Predictor, measure
 
 RESAMPLES = 500  # of the bootstrap
 
@@ -58,7 +58,7 @@ def cross_validate(frozen: FrozenRun, *, quiet: bool = True) -> HeldOut:
             parts = frozen.parts(rest._replace(validation=[]))
             train_in_memory(config, parts)
             source = VectorRows(frozen.store, torch.tensor(rest.validation))
-            log_probs.append(predict(parts, source, config.eval_batch))
+            log_probs.append(Predictor(parts, config.eval_batch)(source))
             rows += rest.validation
             bar.update(fold)
     return HeldOut(torch.cat(log_probs), frozen.labels[torch.tensor(rows)], rows, number)

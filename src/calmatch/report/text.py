@@ -42,19 +42,14 @@ def describe_headline(run: Run, measured: Mapping[str, Any]) -> list[str]:
     error, ece, chance = measured["error"], measured["ece"], measured["chance"]
     wrong = 100 * error["value"]
     number = f"{wrong:.0f}" if wrong >= 2 or wrong == 0 else f"{wrong:.1f}"
-    first = (
+    return [
         f"Of 100 {name_images(run)}, about {number} are classified wrongly "
-        f"(95 % interval {_from_to(error)})."
-    )
-    second = (
+        f"(95 % interval {_from_to(error)}).",
         f"Confidence is off by {percent(ece['value'])} percentage points on average (ECE; 95 % "
-        f"interval {_from_to(ece)})."
-    )
-    third = (
+        f"interval {_from_to(ece)}).",
         f"With {measured['n']:,} pictures a perfectly calibrated model would show "
-        f"{_from_to(chance)} by chance alone, so "
-    )
-    return [first, second, third + VERDICTS[short_verdict(measured)]]
+        f"{_from_to(chance)} by chance alone, so {VERDICTS[short_verdict(measured)]}",
+    ]
 
 
 def _from_to(ends: Mapping[str, float]) -> str:

@@ -21,14 +21,7 @@ from calmatch.runs import Predicted, Result, Run, Scaled
 from calmatch.training import checkpoint
 from calmatch.training.config import Config, check_config, selection_metric, without_seeds
 from calmatch.training.setup import Parts, describe_environment, deterministic
-from calmatch.training.step import (
-    Predictor,
-    Training,
-    make_training,
-    measure,
-    new_training,
-    predict,
-)
+from calmatch.training.step import Predictor, Training, make_training, measure, new_training
 
 RESAMPLES = 500  # of the bootstrap behind every interval
 
@@ -248,18 +241,19 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
     if run.best:
         parts.evaluated.load_state_dict(run.best)
     source, labels = parts.sets["test"]
-    log_probs = predict(parts, source, config.eval_batch)
+    predict = Predictor(parts, config.eval_batch)
+    log_probs = predict(source)
     arrays = {"log_probs": log_probs.numpy(), "labels": labels.numpy()}
     if type(parts.method).predict is Method.predict:  # else they are no softmax of logits
         logits = Predictor(parts, config.eval_batch, logits=True)(source)
         arrays["mean_logit"] = logits.mean(1).numpy()  # what log-probabilities lose
     if config.fold:
         held, truth = parts.sets["validation"]
-        held_log_probs = predict(parts, held, config.eval_batch).numpy()
-        arrays |= {"held_labels": truth.numpy(), "held_log_probs": held_log_probs}
+        arrays |= {"held_labels": truth.numpy(), "held_log_probs": predict(held).numpy()}
     if config.keep_views and parts.momentum:
-        arrays["plain_log_probs"] = predict(parts, source, config.eval_batch, parts.net).numpy()
-    unlabelled = _predict_unlabelled(folder, config, parts)
+        plain = Predictor(parts, config.eval_batch, parts.net)
+        arrays["plain_log_probs"] = plain(source).numpy()
+    unlabelled = _predict_unlabelled(folder, config, parts, predict)
     if ops.rank() == 0:
         console.message("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
@@ -270,7 +264,9 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
     ops.wait_for_ranks()
 
 
-def _predict_unlabelled(folder: Path, config: Config, parts: Parts) -> Predicted | None:
+def _predict_unlabelled(
+    folder: Path, config: Config, parts: Parts, predict: Predictor
+) -> Predicted | None:
     """Predictions of unlabelled images, or of a sample; labelled ones among them are left out."""
     pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
     new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
@@ -278,12 +274,12 @@ def _predict_unlabelled(folder: Path, config: Config, parts: Parts) -> Predicted
         return None
     some = runs.sample_rows(new, stream_seed(config.seed, RandomStream.FEATURES))
     source = parts.batches.sources["u"].some(some)
-    log_probs = predict(parts, source, config.eval_batch)
+    log_probs = predict(source)
     if config.keep_views:
         views = {"plain": log_probs.numpy()}
         for name, transform in parts.batches.views.items():
             changed = AugmentedSource(source, transform, config.seed)
-            views[name] = predict(parts, changed, config.eval_batch).numpy()
+            views[name] = predict(changed).numpy()
         truth = parts.truth[some.to(parts.truth.device)].cpu().numpy()
         if ops.rank() == 0:
             files.write_npz(folder / "views.npz", truth=truth, **views)

@@ -223,13 +223,6 @@ class Predictor:
             return self.method.predict(self.net, images).float()
 
 
-def predict(
-    parts: Parts, source: Source | AugmentedSource, batch: int, net: nn.Module | None = None
-) -> Tensor:
-    """Exact log-probabilities [N, C] in float32 on the CPU, of the run's or another network."""
-    return Predictor(parts, batch, net)(source)
-
-
 def measure(log_probs: Tensor, labels: Tensor, resamples: int = 0) -> dict[str, metrics.Interval]:
     """Every metric of the predictions."""
     return metrics.summary(probabilities(log_probs), labels, resamples=resamples)
