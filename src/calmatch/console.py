@@ -162,7 +162,7 @@ def _open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _sentence(error: Exception, command: str) -> str | None:

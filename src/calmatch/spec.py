@@ -34,7 +34,7 @@ class SpecError(ValueError):
     """A spec string that names nothing, or names it wrongly."""
 
 
-class Table(dict[str, Any]):
+class Lookup(dict[str, Any]):
     """Names and what they stand for; a dotted text is imported when its name is looked up."""
 
     def __getitem__(self, name: str) -> Any:

@@ -29,7 +29,7 @@ SHEET_SIDE = 16
 NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer images are near duplicates,
 NEAR_SHARE = 0.25  # if that is also under this share of their own contrast (open sea is all alike)
 CHECK_ROWS = 4096
-DATASETS = spec.Table(
+DATASETS = spec.Lookup(
     {
         name: f"data.dataset.{name}"
         for name in "digits cifar10 cifar100 cifar100_lt stl10 svhn eurosat".split()

@@ -5,7 +5,7 @@ import inspect
 from calmatch import spec
 from calmatch.core import Method, Task
 
-METHODS = spec.Table(
+METHODS = spec.Lookup(
     {
         name.lower(): f"methods.{name.lower()}.{name}"
         for name in (

@@ -23,7 +23,7 @@ Norm = nn.modules.batchnorm._BatchNorm
 LITE = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")  # pretrained by default
 WIDE = ("wrn_28_2", "wrn_28_8", "wrn_37_2")
 CONVOLUTIONAL = (*LITE, *WIDE, "small", "tiny")  # they take images of any size
-NETS = spec.Table(
+NETS = spec.Lookup(
     {name: f"nets.timm.{name}" for name in VITS}
     | {name: f"nets.classic.{name}" for name in (*WIDE, *LITE)}
     | {

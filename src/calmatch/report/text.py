@@ -160,7 +160,7 @@ LEGEND = (
 )
 
 
-class Cell(NamedTuple):
+class CellText(NamedTuple):
     """A value and its interval as text, and what it is sorted by."""
 
     value: str = "-"
@@ -168,12 +168,12 @@ class Cell(NamedTuple):
     sort: float | str = ""
 
 
-def cell(interval: Interval | None, column: Column) -> Cell:
+def cell(interval: Interval | None, column: Column) -> CellText:
     """A quantity of a run; a dash where there is none."""
     if interval is None:
-        return Cell()
+        return CellText()
     value, low, high = (f"{column.scale * number:.{column.digits}f}" for number in interval)
-    return Cell(value, f"{low}–{high}", interval.value)
+    return CellText(value, f"{low}–{high}", interval.value)
 
 
 def print_runs(runs: Sequence[Run]) -> None:
