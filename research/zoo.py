@@ -310,8 +310,8 @@ def render_table(lines: list[dict[str, Any]]) -> list[str]:
     page.append(
         f"\nError over LR-CV's: geometric mean **{np.exp(np.mean(np.log(ratios))):.3f}**, median "
         f"**{np.median(ratios):.3f}**, largest {max(ratios):.2f}. ECE: mean **{np.mean(eces):.2f}**"
-        f", largest {max(eces):.1f}. Intervals hold in {holds} of {len(lines)} fits, {splits} "
-        f"label splits. The aims: {AIMS.get(number, 'none')}.\n"
+        f", largest {max(eces):.1f}. Intervals hold in {holds} of {len(lines)} fits (label splits: "
+        f"{splits}). The aims: {AIMS.get(number, 'none')}.\n"
     )
     return page
 

@@ -166,7 +166,8 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
     reading, showing = time_decoding(job.listed, own), time_image(extractor)
     student = time_student(min(everything, MOST_SEEN), len(job.listed.classes))
     most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else CPU_TTA)
-    views = augment.tta_views(most, own, flip=not grey, larger=not extractor.fixed)
+    shape = {"flip": not grey, "larger": not extractor.fixed}
+    views = augment.tta_views(most, own, **shape)
     wanted, size, number = len(views), own, everything
 
     def fits() -> bool:
@@ -184,7 +185,7 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
         views.pop()
     while options.size is None and not extractor.fixed and size > SMALLEST_SIZE and not fits():
         size = max(SMALLEST_SIZE, size - 32)
-        views = [view._replace(size=size) for view in views]
+        views = augment.tta_views(len(views), size, **shape)
     while number > drop(0) and not fits():
         number = drop(number * 4 // 5)
     shown = f"in {len(views)} views" if len(views) > 1 else "in one view"
