@@ -240,13 +240,13 @@ def write(lines: list[dict[str, Any]]) -> None:
     curves = {key: mean_curve(own) for key, own in some.items()}
     page = [
         "# Are labels that are asked for worth more than random ones?\n",
-        f"`python research/asking.py ZOO WORK`: {len(sets)} sets of about 770 pictures with 5 to 15 "
-        "classes, simulated labelling from zero to ten labels a class (K classes). Every way "
+        f"`python research/asking.py ZOO WORK`: {len(sets)} sets of about 770 pictures with 5 to "
+        "15 classes, simulated labelling from zero to ten labels a class (K classes). Every way "
         "teaches the same transductive student; its error is measured on pictures of `new/`. "
         "Ratios are geometric means over the sets, of means over seeds. calmatch's row includes "
         f"the one question in {ask.FAIR} that is drawn at random.\n",
-        "| way | error / random's at 2 K | at 4 K | at 10 K | worse at 4 K on | labels for random's "
-        "error at 4 K | at 8 K | labels until every class is seen / random's |",
+        "| way | error / random's at 2 K | at 4 K | at 10 K | worse at 4 K on | labels for "
+        "random's error at 4 K | at 8 K | labels until every class is seen / random's |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for way in ways:
@@ -268,8 +268,8 @@ def write(lines: list[dict[str, Any]]) -> None:
     for name in sets:
         row = [f"{100 * curves[name, w][8]:.1f}" if (name, w) in some else "" for w in ways]
         page.append(f"| {name} | {some[name, ways[0]][0]['classes']} | " + " | ".join(row) + " |")
-    page += ["", "The estimate during labelling, by random questions and by agreement: truth is the "
-             "error over every picture whose label was not seen.\n",
+    page += ["", "The estimate during labelling, by random questions and by agreement: truth is "
+             "the error over every picture whose label was not seen.\n",
              "| labels | sessions | interval holds | mean width | mean estimate - truth | random "
              "answers |", "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
     every = []

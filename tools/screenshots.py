@@ -1,4 +1,6 @@
-"""Takes the docs' pictures of the report page: `python tools/screenshots.py RUNS`, their folder.
+"""Takes the docs' pictures of the report and of the labelling page.
+
+`python tools/screenshots.py RUNS`, their folder; or `label` in its place: `calmatch label` alone.
 
 Pages are made anew from the run folders, so the pictures show what the code of today makes.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 import base64
 import io
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver import ActionChains
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.keys import Keys
 
 from calmatch import recipes, train
 from calmatch.report import build
@@ -85,7 +90,79 @@ def small(data: bytes) -> bytes:
     return smaller.getvalue()
 
 
+LABEL_SHOTS = {  # name: labels by then, keys, width, height, theme
+    "label-first": (0, "", 1120, 860, "light"),
+    "label-learning": (32, "", 1120, 1180, "light"),
+    "label-dark": (32, "h", 1120, 1180, "dark"),
+    "label-group": (33, "g", 1120, 860, "light"),
+    "label-list": (33, "l", 1120, 860, "dark"),
+    "label-phone": (34, "o", 390, 800, "light"),
+    "label-fit": (34, "m", 1120, 1400, "light"),
+}
+
+
+def label_shots(driver: webdriver.Chrome) -> None:
+    """Label drawn pictures by keyboard, and look at the page now and then."""
+    sys.path.insert(0, str(ASSETS.parent.parent / "examples"))
+    from draw_pictures import draw_folder
+
+    with tempfile.TemporaryDirectory() as place:
+        truth = draw_folder(Path(place) / "photos")
+        words = [sys.executable, "-m", "calmatch", "label", "photos", "--no-browser", "--quiet"]
+        server = subprocess.Popen(words, cwd=place, stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            driver.get(server.stdout.readline().split(": ")[1].strip())
+            for name, (labels, keys, width, height, theme) in LABEL_SHOTS.items():
+                while _look(driver, "state.labels") < labels:
+                    _label_one(driver, truth)
+                _look(driver, "!state.busy", wait=True)
+                if keys:
+                    ActionChains(driver).send_keys(keys).perform()
+                if keys == "m":
+                    _look(driver, "state.fit && state.fit.code !== null", wait=True)
+                size = {"width": width, "height": height, "mobile": width < 500}
+                size["deviceScaleFactor"] = 1
+                driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+                media = [{"name": "prefers-color-scheme", "value": theme}]
+                driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+                time.sleep(1)
+                capture = driver.execute_cdp_cmd("Page.captureScreenshot", {})
+                shot = small(base64.b64decode(capture["data"]))
+                (ASSETS / f"{name}.png").write_bytes(shot)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _look(driver: webdriver.Chrome, what: str, wait: bool = False) -> Any:
+    """A value of the page, when it is at rest."""
+    while not driver.execute_script("return typeof state === 'object' && state && !waiting"):
+        time.sleep(0.05)
+    while wait and not driver.execute_script(f"return {what}"):
+        time.sleep(0.2)
+    return driver.execute_script(f"return {what}")
+
+
+def _label_one(driver: webdriver.Chrome, truth: dict[str, str]) -> None:
+    name, classes = _look(driver, "[current.name, state.classes.map((each) => each.name)]")
+    keys = ActionChains(driver)
+    if truth[name] in classes:
+        keys.send_keys(str(classes.index(truth[name]) + 1)).perform()
+        return
+    if _look(driver, "document.activeElement.id") != "new":
+        keys.send_keys("/")
+    keys.send_keys(truth[name], Keys.ENTER).perform()
+
+
 def main() -> None:
+    driver = opened()
+    try:
+        label_shots(driver)
+    finally:
+        driver.quit()
+    if sys.argv[1] == "label":
+        return
     folder, runs = Path(sys.argv[1]), []
     for name in RUNS:
         method, _, margin = name.partition("-")

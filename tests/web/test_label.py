@@ -112,9 +112,9 @@ def test_undo_goes_all_the_way_also_after_the_server_was_killed(folder, tmp_path
             "a",
         ]
     with opened(folder, path) as client:  # nothing but the file is left of the first server
-        state = client.get("/state").json()
+        state = client.get("/see/state/0").json()
         assert (state["labels"], state["undoable"]) == (1, 1)
-        assert client.get("/one/1").json()["answer"] == ["label", "a"]
+        assert client.get("/see/one/1").json()["answer"] == ["label", "a"]
         assert client.post("/do/undo", json={"version": 0}).json()["labels"] == 0
         assert client.post("/do/undo", json={"version": 1}).json()["undone"] == []
     assert rows_of(path) == [["file", "label"]]
@@ -165,18 +165,18 @@ def test_what_cannot_be_written_is_not_believed(client, monkeypatch):
     reply = say(client, 2, ["label", "b"])
     assert reply.status_code == 507
     assert "No space left" in reply.json()["error"]
-    assert client.get("/state").json()["labels"] == 1
+    assert client.get("/see/state/0").json()["labels"] == 1
 
 
 HOSTILE: list[tuple[str, str, dict[str, Any], int]] = [
-    ("GET", "/state", {"headers": {"host": "evil.example"}}, 400),
-    ("GET", "/state", {"headers": {"origin": "https://evil.example"}}, 403),
+    ("GET", "/see/state/0", {"headers": {"host": "evil.example"}}, 400),
+    ("GET", "/see/state/0", {"headers": {"origin": "https://evil.example"}}, 403),
     ("POST", "/do/undo", {"headers": {"origin": "null"}, "json": {"version": 0}}, 403),
     ("GET", "/picture/..%2f..%2f..%2fetc%2fpasswd", {}, 404),
     ("GET", "/picture/../../etc/passwd", {}, 404),
     ("GET", "/picture/0x1", {}, 404),
     ("GET", "/picture/30", {}, 404),
-    ("GET", "/group/999999999999999999999999", {}, 404),
+    ("GET", "/see/group/999999999999999999999999", {}, 404),
     ("GET", "/label.py", {}, 404),
     ("GET", "/report", {}, 404),
     ("POST", "/do/answer", {"content": b"x" * 10_000_000}, 413),
@@ -199,7 +199,7 @@ HOSTILE: list[tuple[str, str, dict[str, Any], int]] = [
     ("POST", "/do/fit", {"json": {}}, 400),
     ("POST", "/do/undo", {"json": {}}, 409),
     ("POST", "/do/nothing", {"json": {}}, 400),
-    ("POST", "/state", {"json": {}}, 405),
+    ("POST", "/see/state/0", {"json": {}}, 405),
 ]
 
 
@@ -208,12 +208,12 @@ def test_a_hostile_request_is_refused_and_changes_nothing(client, method, path, 
     say(client, 1, ["label", "a"])
     assert client.request(method, path, **settings).status_code == status
     assert rows_of(client.session.answers.path)[1:] == [["01.png", "a"]]
-    assert client.get("/state").json()["labels"] == 1
+    assert client.get("/see/state/0").json()["labels"] == 1
 
 
 def test_without_the_token_nothing_is_served(client):
     client.cookies.clear()
-    for path in ("/", "/state", "/picture/1", "/label.js", "/?token=wrong"):
+    for path in ("/", "/see/state/0", "/picture/1", "/label.js", "/?token=wrong"):
         assert client.get(path).status_code == 401
     assert say(client, 1, ["label", "a"]).status_code == 401
     assert not client.session.answers.path.exists()
@@ -244,31 +244,31 @@ def test_a_picture_is_encoded_anew_and_a_broken_one_is_shown_as_such(client):
 
 
 def test_a_model_learns_in_the_background_and_a_skipped_picture_comes_last(client):
-    first = client.get("/state").json()["question"]["row"]
+    first = client.get("/see/state/0").json()["question"]["row"]
     assert client.post("/do/skip", json={"row": first}).json()["question"]["row"] != first
     asked: list[int] = []
-    while (question := client.get("/state").json()["question"]) is not None:
+    while (question := client.get("/see/state/0").json()["question"]) is not None:
         asked.append(question["row"])
         say(client, asked[-1], ["label", "abc"[asked[-1] % 3]])
         if len(asked) == 20:
-            while client.get("/state").json()["busy"]:
+            while client.get("/see/state/0").json()["busy"]:
                 time.sleep(0.02)
-            state = client.get("/state").json()
+            state = client.get("/see/state/0").json()
             value, low, high = state["model"]["error"]
             assert 0 <= low <= value <= high <= 1
             assert value < 0.2
-            assert state["model"]["random"] >= 2
+            assert len(state["model"]["random"]) >= 2
             assert state["model"]["curve"][-1][0] == 20
-            free = client.get(f"/one/{state['question']['row']}").json()["row"]
-            assert client.get(f"/guess/{free}").json()[0][0] == "abc"[free % 3]
-            group = client.get(f"/group/{free}").json()
+            free = client.get(f"/see/one/{state['question']['row']}").json()["row"]
+            assert client.get(f"/see/guess/{free}").json()[0][0] == "abc"[free % 3]
+            group = client.get(f"/see/group/{free}").json()
             assert group[0]["row"] == free
             assert len({item["row"] % 3 for item in group[:3]}) == 1
             assert not {item["row"] for item in group} & set(asked)
     assert sorted(asked) == list(range(30))
     assert asked[-1] == first
     assert {row % 3 for row in (first, *asked[:2])} == {0, 1, 2}
-    newest = client.get("/labelled/0").json()
+    newest = client.get("/see/labelled/0").json()
     assert [item["row"] for item in newest] == asked[::-1]
 
 
@@ -290,9 +290,8 @@ def test_a_second_server_and_another_programs_file_are_refused(folder, tmp_path)
 
 
 def test_names_that_a_csv_would_change_are_left_out():
-    good, odd = label._writable(["a.png", " b.png", "c,\n.png", "\udcff.png"])
-    assert good == ["a.png", "c,\n.png"]
-    assert len(odd) == 2
+    names = ["a.png", " b.png", "c,\n.png", "\udcff.png"]
+    assert [label._is_plain(name) for name in names] == [True, False, True, False]
 
 
 def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> None:

@@ -83,7 +83,7 @@ $("picture").addEventListener("error", () => { $("picture").hidden = true; $("br
 
 async function forward() {
   while (ahead.length) {
-    const item = await ask(`one/${ahead.pop()}`);
+    const item = await ask(`see/one/${ahead.pop()}`);
     return open(item);
   }
   return open(state.question);
@@ -113,7 +113,7 @@ async function back() {
   while (trail.length) {
     const row = trail.pop();
     if (current && row === current.row) continue;
-    const item = await ask(`one/${row}`);
+    const item = await ask(`see/one/${row}`);
     if (current) ahead.push(current.row);
     if (view !== "one") show("one");
     say(`Back to ${item.name}${item.answer ? `, which you called ${words(item.answer)}` : ""}.`);
@@ -143,7 +143,7 @@ async function skip() {
 
 async function hint() {
   if (!current) return;
-  const guesses = await ask(`guess/${current.row}`);
+  const guesses = await ask(`see/guess/${current.row}`);
   $("hint").hidden = false;
   $("hint").textContent = guesses.length
     ? `The model's guess: ${guesses.map(([name, share]) => `${name} ${percent(share)}`).join(", ")}.`
@@ -162,7 +162,7 @@ async function name(text) {
 const tiles = () => [...$("tiles").children];
 
 async function group() {
-  const items = current ? await ask(`group/${current.row}`) : [];
+  const items = current ? await ask(`see/group/${current.row}`) : [];
   $("tiles").replaceChildren(...items.map((item) => {
     const tile = make("button", "", { type: "button" });
     tile.dataset.row = item.row;
@@ -187,7 +187,7 @@ function move(key) {
 }
 
 async function list(start = 0) {
-  const items = await ask(`labelled/${start}`);
+  const items = await ask(`see/labelled/${start}`);
   if (!start) $("answers").replaceChildren();
   for (const item of items) {
     const line = make("li"), choice = make("select");
@@ -276,8 +276,8 @@ function renderModel(model) {
     ? "Ten more labels would change hardly anything."
     : `Ten more labels would bring about ${gain.toFixed(1)} fewer wrong of 100 (95 % interval ${least.toFixed(1)} to ${most.toFixed(1)}).`;
   curve(model.curve);
-  reliability(model.reliability);
-  $("reliability-note").textContent = `By ${model.random} pictures drawn at random, each answered by a model that had not seen its label.`;
+  reliability(bins(model.random));
+  $("reliability-note").textContent = `By ${model.random.length} pictures drawn at random, each answered by a model that had not seen its label.`;
   const counts = Object.fromEntries(state.classes.map((each) => [each.name, each.count]));
   $("each").replaceChildren(...model.classes.map((each) => {
     const line = make("tr");
@@ -309,6 +309,14 @@ function curve(points) {
   $("curve").replaceChildren(chart);
 }
 
+// random answers as [confidence, right], in up to five bins of equally many
+function bins(pairs) {
+  const sorted = pairs.toSorted((a, b) => a[0] - b[0]), parts = Math.min(5, Math.ceil(pairs.length / 5));
+  const mean = (some, part) => some.reduce((sum, pair) => sum + Number(pair[part]), 0) / some.length;
+  return Array.from({ length: parts }, (_, k) => sorted.slice((k * pairs.length) / parts, ((k + 1) * pairs.length) / parts))
+    .map((some) => [mean(some, 0), mean(some, 1), some.length]);
+}
+
 function reliability(bins) {
   const x = (share) => 30 + 265 * share, y = (share) => 130 - 125 * share;
   const text = bins.map(([sure, right, number]) => `${percent(sure)} confident, ${percent(right)} right (${number})`).join("; ");
@@ -325,9 +333,8 @@ function reliability(bins) {
 function renderFit(fit) {
   $("fitting").hidden = !fit;
   if (!fit) return;
-  const ended = fit.code !== null;
-  $("stage").value = ended && fit.code === 0 ? 5 : Math.max(0, fit.stage - 0.5);
-  const stages = fit.lines.filter((line) => /^\d\/5 /.test(line));
+  const ended = fit.code !== null, stages = fit.lines.filter((line) => /^\d\/5 /.test(line));
+  $("stage").value = ended && fit.code === 0 ? 5 : Math.max(0, Number((stages.at(-1) || "0")[0]) - 0.5);
   $("fit-said").textContent = !ended ? `${stages.at(-1) || "starting"} …` : fit.code === 0 ? `Done: ${fit.out}` : `It failed: ${fit.lines.at(-1) || ""}`;
   $("fit-lines").textContent = fit.lines.join("\n");
   $("report").hidden = !fit.report;
@@ -339,7 +346,7 @@ function watch() {
   if (!state || !(state.busy || (state.fit && (state.fit.code === null || (state.fit.code === 0 && !state.fit.report))))) return;
   timer = setTimeout(async () => {
     if (!waiting) {
-      const fresh = await ask("state").catch(() => null);
+      const fresh = await ask("see/state/0").catch(() => null);
       if (fresh && !waiting && fresh.version >= state.version) state = fresh;
       if (!waiting) render();
     }
@@ -394,8 +401,8 @@ $("help-button").addEventListener("click", () => $("help").showModal());
 
 once(async () => {
   history.replaceState(null, "", location.pathname); // the token is in a cookie now
-  state = await ask("state");
-  trail = (await ask("labelled/0")).map((item) => item.row).reverse();
+  state = await ask("see/state/0");
+  trail = (await ask("see/labelled/0")).map((item) => item.row).reverse();
   await open(state.question);
   if (!state.classes.length) $("new").focus();
 });

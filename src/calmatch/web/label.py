@@ -1,4 +1,4 @@
-"""`calmatch label`: pictures in the browser, one question at a time; each answer is saved at once."""
+"""`calmatch label`: pictures in the browser, one by one; every answer is saved at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import traceback
 import unicodedata
 import webbrowser
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calmatch import console, files, ops, posthoc
 from calmatch.data import images as stored
@@ -48,13 +47,13 @@ def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
     path = options.labels
     names, skipped = list_images(options.pictures)
-    usable, odd = _writable(names)
+    usable, odd = [name for name in names if _is_plain(name)], "a CSV cannot hold its name"
+    skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
     with _hold(path):
         answers = Answers(path, usable)
-        session = prepare(options, answers, usable, [*skipped, *odd])
+        session = prepare(options, answers, usable, skipped)
         place, token = listen("127.0.0.1", options.port), secrets.token_urlsafe(16)
         app = build_app(routes(session), place, token=token, limit=LIMIT)
-        place.listen(128)
         address = f"http://127.0.0.1:{place.getsockname()[1]}/?token={token}"
         console.message("Ctrl-C ends it; nothing needs saving.", options.quiet)
         print(f"Label here: {address}", flush=True)
@@ -69,15 +68,9 @@ def label(options: LabelOptions) -> None:
             print(answers.saved(), flush=True)
 
 
-def _writable(names: Sequence[str]) -> tuple[list[str], list[stored.Skipped]]:
-    """Names that come out of a CSV as they went in."""
-    good, odd = [], []
-    for name in names:
-        if name == name.strip() and name == stored.valid_text(name) and "\0" not in name:
-            good.append(name)
-        else:
-            odd.append(stored.Skipped(stored.valid_text(name), "a CSV cannot hold its name"))
-    return good, odd
+def _is_plain(name: str) -> bool:
+    """Whether a name comes out of a CSV as it went in."""
+    return name == name.strip() and name == stored.valid_text(name)
 
 
 @contextmanager
@@ -398,14 +391,13 @@ class Session:
             own = free & (guess == k)
             right = round(float(confidence[own].mean()), 3) if own.any() else None
             each.append({"name": name, "guessed": int(own.sum()), "right": right})
-        agreement, a_class = learned.gain
-        gain = posthoc.expected_gain(agreement, a_class, 10 / len(classes))
+        gain = posthoc.expected_gain(*learned.gain, 10 / len(classes))
+        top, right = learned.held.max(1), learned.held.argmax(1) == learned.truth
         return {
             "error": learned.error,
             "curve": [(count, *error) for count, error in sorted(self.curve.items())],
             "ten_more": gain,
-            "random": len(learned.truth),
-            "reliability": _bins(learned.held, learned.truth),
+            "random": list(zip(top.tolist(), right.tolist(), strict=True)),
             "classes": each,
         }
 
@@ -437,16 +429,6 @@ class Session:
         kind = "png" if max(image.size) <= TINY else "jpeg"
         image.save(content, kind, quality=90)
         return content.getvalue(), f"image/{kind}"
-
-
-def _bins(
-    probs: NDArray[Any], truth: NDArray[Any], most: int = 5
-) -> list[tuple[float, float, int]]:
-    """Mean confidence, share right and number, of equally many random answers each."""
-    order = np.argsort(probs.max(1))
-    bins = np.array_split(order, max(1, min(most, len(order) // 5))) if len(order) else []
-    right = probs.argmax(1) == truth
-    return [(float(probs[b].max(1).mean()), float(right[b].mean()), len(b)) for b in bins]
 
 
 def clean_name(value: Any) -> str:
@@ -501,15 +483,9 @@ class Fit:
 
     def describe(self) -> dict[str, Any]:
         """How far it is."""
-        lines, code = list(self.lines), self.process.poll()
-        stages = [line for line in lines if line[1:3] == "/5" and line[:1].isdigit()]
-        return {
-            "out": str(self.out),
-            "stage": int(stages[-1][0]) if stages else 0,
-            "lines": lines,
-            "code": code,
-            "report": code == 0 and (self.out / "report.html").exists(),
-        }
+        code = self.process.poll()
+        ready = code == 0 and (self.out / "report.html").exists()
+        return {"out": str(self.out), "lines": list(self.lines), "code": code, "report": ready}
 
 
 def routes(session: Session) -> list[Any]:
@@ -523,13 +499,18 @@ def routes(session: Session) -> list[Any]:
         content = (HERE / name).read_bytes()
         return lambda request: Response(content, media_type=kind)
 
-    def reading(act: Callable[[Request], Any]) -> Any:
-        def answer(request: Request) -> Response:
-            if not 0 <= request.path_params.get("row", 0) < len(session.names):
-                return JSONResponse({"error": "There is no such picture."}, 404)
-            return JSONResponse(act(request))
-
-        return answer
+    def see(request: Request) -> Response:
+        views = {
+            "state": lambda row: session.state(),
+            "one": session.show,
+            "guess": session.guess,
+            "group": session.group,
+            "labelled": session.labelled,
+        }
+        row, view = request.path_params["row"], views.get(request.path_params["what"])
+        if view is None or not 0 <= row < len(session.names):
+            return JSONResponse({"error": "There is no such picture."}, 404)
+        return JSONResponse(view(row))
 
     def picture(request: Request) -> Response:
         row = request.path_params["row"]
@@ -574,11 +555,7 @@ def routes(session: Session) -> list[Any]:
         Route("/label.js", page("label.js", "text/javascript; charset=utf-8")),
         Route("/favicon.ico", lambda request: Response(status_code=204)),
         Route("/picture/{row:int}", picture),
-        Route("/state", reading(lambda request: session.state())),
-        Route("/one/{row:int}", reading(lambda r: session.show(r.path_params["row"]))),
-        Route("/guess/{row:int}", reading(lambda r: session.guess(r.path_params["row"]))),
-        Route("/group/{row:int}", reading(lambda r: session.group(r.path_params["row"]))),
-        Route("/labelled/{row:int}", reading(lambda r: session.labelled(r.path_params["row"]))),
+        Route("/see/{what:str}/{row:int}", see),
         Route("/report", report),
         Route("/do/{what:str}", change, methods=["POST"]),
     ]

@@ -1,0 +1,208 @@
+"""The labelling page in a real headless Chromium, by keyboard: `make test-browser`."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import ALONE
+
+pytestmark = pytest.mark.browser
+EXAMPLE = Path(__file__).parents[2] / "examples" / "draw_pictures.py"
+EVIL = "<b>bird & co</b>"
+
+
+def draw(folder: Path, number: int) -> dict[str, str]:
+    found = importlib.util.spec_from_file_location("draw_pictures", EXAMPLE)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    drawn: dict[str, str] = module.draw_folder(folder, number)
+    return drawn
+
+
+class Server:
+    """`calmatch label` as a person starts it."""
+
+    def __init__(self, place: Path) -> None:
+        words = ["label", "photos", "--labels", "labels.csv", "--no-browser", "--quiet"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "calmatch", *words, "--net", "efficientnet_lite0"],
+            cwd=place,
+            env=ALONE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line
+        self.address = found.group()
+
+
+@pytest.fixture
+def chromium() -> Any:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not browser or not driver:
+        pytest.skip("Chromium and its driver are not installed; `make test-browser` does that.")
+    os.environ["SE_OFFLINE"] = "true"
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for word in ("headless=new", "no-sandbox", "disable-background-networking"):
+        options.add_argument(f"--{word}")
+    options.add_argument("--disable-dev-shm-usage")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = webdriver.Chrome(options=options, service=Service(driver))
+    yield opened
+    opened.quit()
+
+
+class Person:
+    """Somebody who knows what the pictures show, and uses the keyboard alone."""
+
+    def __init__(self, driver: Any, truth: dict[str, str]) -> None:
+        self.driver, self.truth, self.said = driver, truth, dict[str, str]()
+
+    def script(self, code: str) -> Any:
+        return self.driver.execute_script(f"return {code}")
+
+    def wait(self, what: Callable[[], Any], seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def settle(self) -> None:
+        self.wait(lambda: self.script("typeof state === 'object' && state !== null && !waiting"))
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+        self.settle()
+
+    def answer(self, name: str | None = None) -> str:
+        """What the picture in view shows, by number key, or typed where it is new."""
+        from selenium.webdriver.common.keys import Keys
+
+        self.settle()
+        file = self.script("current.name")
+        name = name or self.truth[file]
+        classes = self.script("state.classes.map((each) => each.name)")
+        if name in classes:
+            self.press(str(classes.index(name) + 1))
+        else:
+            if self.script("document.activeElement.id") != "new":
+                self.press("/")
+            self.press(name, Keys.ENTER)
+        self.said[file] = name
+        return str(file)
+
+
+def rows_of(path: Path) -> dict[str, str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["file"]: row["label"] for row in csv.DictReader(file)}
+
+
+def test_forty_pictures_by_keyboard_from_zero_to_a_model(chromium, tmp_path):
+    from selenium.webdriver.common.keys import Keys
+
+    truth = draw(tmp_path / "photos", 60)
+    path = tmp_path / "labels.csv"
+    server = Server(tmp_path)
+    chromium.get(server.address)
+    person = Person(chromium, truth)
+    person.settle()
+    assert "token" not in chromium.current_url
+    assert person.script("document.activeElement.id") == "new"
+    for _ in range(14):
+        person.answer()
+        assert rows_of(path) == person.said  # on disk before the next picture is there
+    wrong = person.answer(EVIL)  # a mistake, with markup in its name
+    assert rows_of(path)[wrong] == EVIL
+    assert person.script("document.querySelectorAll('b').length") == 0
+    person.press("u")
+    del person.said[wrong]
+    assert person.script("current.name") == wrong
+    assert rows_of(path) == person.said
+    person.answer()
+    person.press("n")
+    person.press("c")
+    assert sorted(rows_of(tmp_path / "labels.other.csv").values()) == [
+        "cannot tell",
+        "none of these",
+    ]
+    person.press("s")
+    last = person.answer("fish")
+    person.press("b")  # back to it, and right this time
+    assert person.script("current.name") == last
+    person.answer()
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait()
+    person.press("1")
+    assert "does not answer" in chromium.find_element("id", "trouble").text
+    server = Server(tmp_path)
+    chromium.get(server.address)
+    person.settle()
+    assert person.script("state.labels") == len(person.said)
+    assert rows_of(path) == person.said
+    while len(person.said) < 34:
+        person.answer()
+    person.press("g")  # a group: all that are not of the first one's kind are left out
+    person.wait(lambda: person.script("document.querySelectorAll('#tiles button').length > 5"))
+    names = person.script("[...document.querySelectorAll('#tiles img')].map((each) => each.alt)")
+    kind = truth[names[0]]
+    for name in names:
+        if truth[name] != kind:
+            person.press(Keys.SPACE)
+        else:
+            person.said[name] = kind
+        person.press(Keys.ARROW_RIGHT)
+    classes = person.script("state.classes.map((each) => each.name)")
+    person.press(str(classes.index(kind) + 1))
+    assert rows_of(path) == person.said
+    person.press("o")
+    while len(person.said) < 40:
+        person.answer()
+    assert rows_of(path) == person.said
+    assert all(truth[name] == kind for name, kind in person.said.items())
+    person.wait(lambda: person.script("state.model !== null && !state.busy"))
+    assert "95 % interval" in chromium.find_element("id", "sentence").text
+    assert chromium.find_elements("css selector", "#curve svg .line")
+    for width in (360, 1200):
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        assert person.script("document.documentElement.scrollWidth") <= width
+    bare = person.script(
+        "[...document.querySelectorAll('button, input, select')].filter((each) => "
+        "!(each.textContent || each.ariaLabel || each.labels?.length || "
+        "each.querySelector('img')?.alt)).length"
+    )
+    assert bare == 0
+    person.press("m")
+    person.wait(lambda: person.script("state.fit && state.fit.code !== null && state.fit.report"))
+    assert person.script("state.fit.code") == 0
+    assert rows_of(path) == person.said
+    chromium.get(chromium.find_element("id", "report").get_attribute("href"))
+    assert "4 classes from 40 labels" in chromium.title + chromium.page_source
+    severe = [entry for entry in chromium.get_log("browser") if "ERR_CONNECTION" not in str(entry)]
+    assert severe == []
+    server.process.send_signal(signal.SIGINT)
+    assert "Saved: 40 labels of 4 classes" in server.process.communicate(timeout=60)[0]
+    assert server.process.returncode == 0
