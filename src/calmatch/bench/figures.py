@@ -403,13 +403,10 @@ def draw_ranks(figure: Figure, content: Content) -> None:
 
 def prepare_radar(table: RunTable) -> Content:
     """Accuracy and ECE of each loss as radar plots, a plot a column."""
-    plots = {
-        column: {
-            group.row: (*(tables.mean_value(group, metric) for metric in METRICS), False)
-            for group in table.only(column).groups
-        }
-        for column in table.columns
-    }
+    plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
+    for group in table.groups:
+        error, ece = (tables.mean_value(group, metric) for metric in METRICS)
+        plots.setdefault(group.column, {})[group.row] = (error, ece, False)
     if max(map(len, plots.values())) < 3:
         raise ValueError("A radar plot needs three rows at least.")
     return _radar_content(plots)
