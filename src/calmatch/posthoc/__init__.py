@@ -8,6 +8,7 @@ from calmatch.posthoc.few import (
     few_label_error,
     few_label_promise,
     few_label_temperature,
+    logit,
     ppi_mean,
     read_prior,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "load_conformal",
     "load_scaling",
     "load_selective",
+    "logit",
     "matching_temperature",
     "needed",
     "oracle_scaled",
