@@ -233,6 +233,7 @@ class Candidate(NamedTuple):
     fitted: FewLabelTemperature
     error: Estimate  # with the ends of its 95 % interval
     agreement: float | None = None  # of students of disjoint halves, on unlabelled images
+    echo: float | None = None  # as echo_agreement has it
     network: nn.Module | None = None  # whose layers all learned; None: the extractor's own
 
     @property
@@ -333,7 +334,7 @@ def evaluated(
     error = few_label_error(fitted, free, out, y, repeats=repeats)
     mean = np.stack([held[place == k].mean(0) for k in once])
     known = _log(mean), labels[once], rows[once]
-    return Candidate(name, weights, embedded, *known, fitted, error, agreement)
+    return Candidate(name, weights, embedded, *known, fitted, error, agreement, echo)
 
 
 def _log(probs: Array) -> Array:
@@ -373,9 +374,7 @@ def fit_logistic(
     pool = softmax(inputs[free] @ weights[:-1] + weights[-1]) if len(free) else None
     folded = np.concatenate([basis @ weights[:-1] / std[:, None], weights[-1:]])
     folded[-1] -= mean @ folded[:-1]
-    return evaluated(
-        "logistic regression", folded, False, probs[best], places, rows, labels, pool
-    )
+    return evaluated("logistic regression", folded, False, probs[best], places, rows, labels, pool)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:

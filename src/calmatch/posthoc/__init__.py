@@ -8,7 +8,6 @@ from calmatch.posthoc.few import (
     few_label_error,
     few_label_promise,
     few_label_temperature,
-    logit,
     ppi_mean,
     read_prior,
 )
@@ -60,7 +59,6 @@ __all__ = [
     "load_conformal",
     "load_scaling",
     "load_selective",
-    "logit",
     "matching_temperature",
     "needed",
     "oracle_scaled",
