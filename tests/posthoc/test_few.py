@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from calmatch import posthoc
-from calmatch.posthoc.few import _deviations
+from calmatch.posthoc.few import _deviations, logit
 
 PRIOR = {
-    "accuracy": [0.0, 1.0, 0.0, 0.0],  # accuracy equals agreement
+    "accuracy": [0.0, 0.5, 0.5, 0.0],  # accuracy is halfway from agreement to echo
     "sd": 0.2,
     "blind_sd": 0.4,
     "widening": 1.0,
@@ -36,20 +36,38 @@ def test_a_matched_temperature_gives_the_confidence_asked_for(confidence):
     assert float(got) == pytest.approx(confidence, abs=1e-3)
 
 
-def test_without_labels_mean_confidence_is_the_accuracy_that_agreement_stands_for():
+def test_without_labels_mean_confidence_is_the_accuracy_that_agreement_and_echo_stand_for():
     free, _, _ = drawn(500, 1.7)
-    fitted = posthoc.few_label_temperature(free, agreement=0.8, prior=PRIOR)
-    confidence = fitted.scaling()(free).exp().amax(1).mean()
-    assert float(confidence) == pytest.approx(0.8, abs=0.01)
-    assert fitted.log_sd == pytest.approx(0.2, rel=0.02)
+    fitted = posthoc.few_label_temperature(free, agreement=0.8, echo=0.8, prior=PRIOR)
+
+    def confidence(heat: float) -> float:
+        return float((free / heat).softmax(1).amax(1).mean())
+
+    assert confidence(fitted.temperature) == pytest.approx(0.8, abs=0.01)
+    reach = logit(confidence(fitted.end(-1))) - logit(confidence(fitted.end(1)))
+    assert reach == pytest.approx(2 * PRIOR["sd"], rel=0.1)
     assert fitted.labels == 0
+    fewer = posthoc.few_label_temperature(
+        free, agreement=0.8, echo=0.8, labels_a_class=2, prior=PRIOR
+    )
+    assert fewer.log_sd > 1.1 * fitted.log_sd
 
 
-@pytest.mark.parametrize("agreement", [0.3, 0.9])
-def test_with_many_labels_the_prior_does_not_matter(agreement):
+@pytest.mark.parametrize("known", [{"agreement": 0.8}, {"echo": 0.8}, {}])
+def test_where_agreement_or_echo_is_unknown_nothing_is_assumed(known):
+    free, _, _ = drawn(300, 1.7)
+    fitted = posthoc.few_label_temperature(free, **known, prior=PRIOR)
+    assert fitted.temperature == pytest.approx(1, abs=0.01)
+    assert fitted.log_sd == pytest.approx(PRIOR["blind_sd"], rel=0.02)
+
+
+@pytest.mark.parametrize("shares", [(0.3, 0.4), (0.9, 0.95)])
+def test_with_many_labels_the_prior_does_not_matter(shares):
     free, y, accuracy = drawn(8000, 1.7)
-    fitted = posthoc.few_label_temperature(free, free, y, agreement=agreement, prior=PRIOR)
-    assert fitted.temperature == pytest.approx(1.7, rel=0.03)
+    known = dict(zip(("agreement", "echo"), shares, strict=True))
+    fitted = posthoc.few_label_temperature(free, free, y, **known, prior=PRIOR)
+    likeliest = posthoc.temperature(free, y).values["temperature"]
+    assert fitted.temperature == pytest.approx(likeliest, rel=0.03)
     error = posthoc.few_label_error(fitted, free, free, y, prior=PRIOR)
     assert error.value == pytest.approx(1 - accuracy, abs=0.01)
     assert error.low < 1 - accuracy < error.high
@@ -57,9 +75,15 @@ def test_with_many_labels_the_prior_does_not_matter(agreement):
 
 def test_labels_that_are_repeated_count_once():
     free, y, _ = drawn(40, 1.0)
-    once = posthoc.few_label_temperature(free, free, y, agreement=0.6, prior=PRIOR)
+    once = posthoc.few_label_temperature(free, free, y, agreement=0.6, echo=0.6, prior=PRIOR)
     twice = posthoc.few_label_temperature(
-        free, torch.cat([free, free]), torch.cat([y, y]), agreement=0.6, repeats=2, prior=PRIOR
+        free,
+        torch.cat([free, free]),
+        torch.cat([y, y]),
+        agreement=0.6,
+        echo=0.6,
+        repeats=2,
+        prior=PRIOR,
     )
     assert twice == pytest.approx(once)
 
@@ -79,19 +103,24 @@ def test_the_posterior_is_the_one_that_numerical_integration_gives():
     assert fitted.log_sd == pytest.approx(spread, rel=0.05)
 
 
-def test_intervals_hold_the_error_as_often_as_they_say_where_the_prior_is_true():
-    held = []
-    for seed in range(100):
+def test_intervals_and_promises_hold_as_often_as_they_say_where_the_prior_is_true():
+    held, kept = [], []
+    for seed in range(80):
         rng = np.random.default_rng(seed)
         free, y, accuracy = drawn(300, 1.0, seed)
-        heat = float(np.exp(0.2 * rng.standard_normal()))
+        heat = float(np.exp(0.5 * rng.standard_normal()))
+        share = 1 / (1 + np.exp(-logit(accuracy) - PRIOR["sd"] * rng.standard_normal()))
         own, few = free * heat, torch.arange(40)
         fitted = posthoc.few_label_temperature(
-            own, own[few], y[few], agreement=accuracy, prior={**PRIOR, "floor": 0.0}
+            own, own[few], y[few], agreement=share, echo=share, prior=PRIOR
         )
-        error = posthoc.few_label_error(fitted, own, prior={**PRIOR, "floor": 0.0})
+        error = posthoc.few_label_error(fitted, own, own[few], y[few], prior=PRIOR)
         held.append(error.low <= 1 - accuracy <= error.high)
-    assert np.mean(held) > 0.92
+        rule = posthoc.few_label_promise(fitted, own, accuracy=0.8)
+        sure = (own / fitted.temperature).softmax(1).amax(1) >= (rule.threshold or 2)
+        kept.append(not sure.any() or float(free.softmax(1).amax(1)[sure].mean()) >= 0.8)
+    assert 0.92 <= np.mean(held) <= 0.99
+    assert np.mean(kept) >= 0.92
 
 
 def test_a_promise_is_kept_where_the_temperature_is_known_and_gives_up_where_it_is_not():
@@ -170,3 +199,6 @@ def test_the_learned_numbers_say_how_they_were_made():
     assert set(PRIOR) <= set(prior)
     assert "research/trust.py" in prior["made_by"]
     assert len(prior["datasets"]) >= 8
+    shares = [posthoc.expected_accuracy(share, share, 4) for share in (0.3, 0.6, 0.9)]
+    assert shares == sorted(shares)
+    assert 0.2 < shares[0] < shares[2] < 0.97

@@ -130,12 +130,10 @@ def test_shared_mistakes_make_the_temperature_too_cold():
     assert float(scale(a).exp().amax(1).mean()) > right + 0.1
 
 
-def test_mean_confidence_of_the_first_or_of_both_equals_agreement():
+def test_mean_confidence_of_both_equals_agreement():
     _, (a, b) = drawn(np.random.default_rng(2), n=500)
     b = 0.3 * b
     wanted = (float((a.argmax(1) == b.argmax(1)).sum()) + 1) / 502
-    first = posthoc.agreement_temperature(a, b, of="first")
-    assert float(first(a).exp().amax(1).mean()) == pytest.approx(wanted, abs=1e-6)
     both = posthoc.agreement_temperature(a, b)
     mean = (both(a).exp().amax(1).mean() + both(b).exp().amax(1).mean()) / 2
     assert float(mean) == pytest.approx(wanted, abs=1e-6)

@@ -23,7 +23,6 @@ from calmatch.posthoc.scaling import (
     check_log_probs,
     check_logits,
     log_softmax,
-    matching_temperature,
 )
 
 STEPS = 241  # of log temperature
@@ -46,22 +45,31 @@ def read_prior() -> Mapping[str, Any]:
 
 
 def expected_accuracy(
-    agreement: float,
-    classes: int,
-    labels_a_class: float,
-    prior: Mapping[str, Any] | None = None,
+    agreement: float, echo: float, labels_a_class: float, prior: Mapping[str, Any] | None = None
 ) -> float:
-    """The accuracy of a model, by how often models of disjoint halves of its labels agree.
+    """The accuracy of a model, by two shares of the unlabelled images.
 
-    Jiang et al. (2022) have accuracy equal agreement, for networks that differ in their seeds
-    alone. Halves know less and share mistakes, so logit(accuracy) = a + b logit(agreement) + c
-    log(classes) + d log(labels a class / 4), learned over datasets.
+    On how many models of disjoint halves of its labels agree (Jiang et al. (2022) have accuracy
+    equal agreement, for networks that differ in their seeds alone); and on how many models agree
+    with it that learned as many labels of other images, drawn by its own confidence (echo). Labels
+    that happen to be easy raise the first and not the accuracy; the second knows no luck, but does
+    not see mistakes that all make. logit(accuracy) = a + b logit(agreement) + c logit(echo) + d
+    log(labels a class / 4), learned over datasets.
     """
-    a, b, c, d = (prior or read_prior())["accuracy"]
-    share = min(max(agreement, 0.003), 0.997)
-    x = a + b * np.log(share / (1 - share)) + c * np.log(np.clip(classes, 2, 20))
-    x += d * np.log(np.clip(labels_a_class, 2, 25) / 4)
-    return float(1 / (1 + np.exp(-x)))
+    numbers = np.array((prior or read_prior())["accuracy"])
+    known = [1.0, logit(agreement), logit(echo), np.log(np.clip(labels_a_class, 2, 25) / 4)]
+    return float(1 / (1 + np.exp(-numbers @ known)))
+
+
+def spread_at(labels_a_class: float) -> float:
+    """How much less is known than with four labels a class."""
+    return float((4 / np.clip(labels_a_class, 2, 25)) ** (1 / 3))
+
+
+def logit(share: Any, least: float = 0.003) -> Any:
+    """Of a share that counts as neither 0 nor 1."""
+    share = np.clip(share, least, 1 - least)
+    return np.log(share / (1 - share))
 
 
 class FewLabelTemperature(NamedTuple):
@@ -86,6 +94,7 @@ def few_label_temperature(
     labels: Any = None,
     *,
     agreement: float | None = None,
+    echo: float | None = None,
     labels_a_class: float = 4.0,
     repeats: int = 1,
     prior: Mapping[str, Any] | None = None,
@@ -96,19 +105,21 @@ def few_label_temperature(
         free: log-probabilities [N, C] of unlabelled images.
         held: log-probabilities [n, C] of labelled images, by models that have not seen their label.
         labels: [n] class ids.
-        agreement: share of the unlabelled images on which models of disjoint halves of the labels
-            agree; None: nothing is known, and the prior is wide around 1.
+        agreement: of models of disjoint halves of the labels, as in `expected_accuracy`.
+        echo: likewise. Where either is None nothing is known, and the prior is wide around 1.
         labels_a_class: that the model learned from, for the prior.
         repeats: how often each label is in `held`; together they count once.
         prior: as in prior.json, for a study that leaves datasets out.
     """
     z, learned = check_log_probs(torch.as_tensor(free)), prior or read_prior()
-    centre, sd = 0.0, learned["blind_sd"]
-    if agreement is not None:
-        accuracy = expected_accuracy(agreement, z.shape[1], labels_a_class, learned)
-        centre, sd = float(np.log(matching_temperature([z], accuracy))), learned["sd"]
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
-    fits, n = -0.5 * ((logs - centre) / sd) ** 2, 0
+    away, n = logs / learned["blind_sd"], 0
+    if agreement is not None and echo is not None:
+        centre = logit(expected_accuracy(agreement, echo, labels_a_class, learned))
+        tops = [np.exp(log_softmax(z / heat).max(1)).mean() for heat in np.exp(logs[::8])]
+        away = (np.interp(logs, logs[::8], logit(np.array(tops), 1e-9)) - centre) / learned["sd"]
+        away /= spread_at(labels_a_class)
+    fits = -0.5 * away**2
     if labels is not None:
         z, y = check_logits(held, labels)
         n = max(1, round(len(y) / repeats))

@@ -7,7 +7,7 @@ SciPy and scikit-learn are imported where something is fitted: prediction starts
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,12 +58,10 @@ def crossfit_temperature(out_of_fold_logits: Any, labels: Any) -> Scaling:
     Row i must be predicted by a model that was NOT trained on label i (out of fold): a model fits
     its own training labels, so they would make it look better calibrated than it is.
 
-    With 40 labels, all classified correctly, the likelihood alone has its maximum at temperature 0,
-    certainty. So b = 1 / temperature gets a Gamma prior with its mode at 1 and weight 2: the
-    penalty 2 (b - 1 - log b) on the summed loss, convex, so the minimum is unique. Without evidence
-    the temperature stays 1; halving it costs 0.6 nats and doubling it 0.4, less than one label that
-    is wrong at confidence 0.5, so the prior stops mattering after some dozens. Fold models saw
-    fewer labels than the final one, so the temperature is, if anything, too warm for it.
+    Of labels that are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature
+    gets a Gamma prior with its mode at 1 and weight 2: the penalty 2 (b - 1 - log b) on the summed
+    loss, convex. It stops mattering after some dozens of labels. Fold models saw fewer labels than
+    the final one, so the temperature is, if anything, too warm for it.
     """
     z, y = check_logits(out_of_fold_logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, PRIOR_WEIGHT)}, len(y))
@@ -274,34 +272,18 @@ def log_softmax(z: Any) -> Any:
     return z - np.log(np.exp(z).sum(1, keepdims=True))
 
 
-def agreement_temperature(
-    first: Any, second: Any, *, of: Literal["both", "first"] = "both"
-) -> Scaling:
-    """The temperature at which mean confidence (of both, or the first) equals their agreement.
+def agreement_temperature(first: Any, second: Any) -> Scaling:
+    """The temperature at which mean confidence of both equals their agreement; without labels.
 
-    Two networks trained apart (other seed, other labels) agree on average as often as they are
-    right, if together they are calibrated class by class (Jiang et al., 2022, "Assessing
-    generalization of SGD via disagreement"). Then this temperature makes mean confidence equal to
-    accuracy, with no label at all; it says nothing about single bins.
-
-    It fails where the two share mistakes: two views of one network agree on what that network
-    gets wrong, so agreement overstates accuracy and the temperature is too cold. Views that are
-    harder than the images to be predicted err the other way.
-
-    Agreement of one or under chance asks for a temperature of 0 or infinity; it stops at 0.05 and
-    20. Before that, one image more on either side is assumed (Laplace).
+    Networks trained apart agree about as often as they are right (Jiang et al., 2022); where they
+    share mistakes it is too cold (docs/beyond.md). One image more on either side is assumed.
     """
     a, b = (check_log_probs(torch.as_tensor(each)) for each in (first, second))
     if a.shape != b.shape:
-        raise ValueError(
-            f"Two predictions of the same pictures have the same shape; these are "
-            f"{a.shape} and {b.shape}."
-        )
-    compared = (a, b) if of == "both" else (a,)
+        shapes = f"{a.shape} and {b.shape}"
+        raise ValueError(f"Predictions of the same pictures have the same shape, not {shapes}.")
     wanted = (float((a.argmax(1) == b.argmax(1)).sum()) + 1) / (len(a) + 2)
-
-    heat = matching_temperature(compared, wanted)
-    return Scaling("temperature", {"temperature": heat}, 0)
+    return Scaling("temperature", {"temperature": matching_temperature((a, b), wanted)}, 0)
 
 
 def matching_temperature(log_probs: Sequence[Any], confidence: float) -> float:
