@@ -162,7 +162,8 @@ def _open_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 for good
 
 
 def _sentence(error: Exception, command: str) -> str | None:
@@ -176,6 +177,8 @@ def _sentence(error: Exception, command: str) -> str | None:
         return f"{error.strerror}{place}. {whole}"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}."
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "The system gives no more threads (ulimit -u); end other programs, or allow more."
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     ours = isinstance(error, ValueError) and raised_in.is_relative_to(Path(__file__).parent)
     return str(error) if ours or hasattr(error, "exit_code") else None
