@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import types
+import warnings
 import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -308,6 +310,117 @@ def test_a_member_that_unpacks_to_gigabytes_is_skipped_unread(tmp_path, monkeypa
     (name,) = ImageSource(path).names()
     assert isinstance(name, Skipped)
     assert "larger than" in name.reason
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_a_member_that_lies_about_its_size_is_not_unpacked(tmp_path, kind):
+    path = tmp_path / "p.zip"
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("a.png", bytes(30 << 20))
+    data = bytearray(path.read_bytes())
+    place = data.rindex(b"PK\1\2") + 24
+    data[place : place + 4] = struct.pack("<I", 1000)
+    path.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"cannot be decoded"):
+        images.ImageFiles(path, ("a.png",), 8).image(0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20
+    with pytest.raises(ValueError, match="plain arrays"):
+        files.read_arrays(path)
+
+
+def test_a_small_file_of_arrays_that_unpacks_to_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "UNPACKED", (1 << 20, 10))
+    np.savez_compressed(tmp_path / "p.npz", probs=np.zeros((1 << 16, 4)))
+    with pytest.raises(ValueError, match="too large"):
+        files.read_arrays(tmp_path / "p.npz")
+    np.savez_compressed(tmp_path / "q.npz", probs=np.random.default_rng(0).random((1 << 16, 4)))
+    assert files.read_arrays(tmp_path / "q.npz")["probs"].shape == (1 << 16, 4)
+
+
+def test_json_of_millions_of_lists_is_refused_before_they_are_made(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": [' + "[]," * files.MOST_ENTRIES + "[]]}")
+    with pytest.raises(ValueError, match="too many entries"):
+        files.read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_nothing_but_a_file_is_written_over(tmp_path, make):
+    """As root, a page written to /dev/null would take its place."""
+    path = tmp_path / "page.html"
+    make(path)
+    before = path.lstat().st_mode
+    with pytest.raises(OSError, match="not a regular file"):
+        files.write(path, "new")
+    assert path.lstat().st_mode == before
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "work/a/all"])
+def test_a_pipe_in_a_run_folder_is_not_waited_for(tmp_path, name):
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    os.mkfifo(tmp_path / "run" / name)
+    (tmp_path / "run" / "fit.json").touch()
+    with (
+        pytest.raises(ValueError, match="neither a file nor a folder"),
+        files.lock(tmp_path / "run"),
+    ):
+        pass
+
+
+def test_a_link_within_the_work_of_a_fit_is_not_followed(tmp_path):
+    (tmp_path / "run" / "work" / "labels-alone").mkdir(parents=True)
+    (tmp_path / "run" / "work" / "labels-alone" / "all").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="link out"), files.lock(tmp_path / "run"):
+        pass
+
+
+def test_folders_deeper_than_python_calls_are_walked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    depth = 1200
+    for _ in range(depth):
+        Path("d").mkdir()
+        os.chdir("d")
+    Path("x.png").touch()
+    os.chdir(tmp_path)
+    try:
+        assert list(images.walk_images(tmp_path)) == ["d/" * depth + "x.png"]
+    finally:
+        subprocess.run(["rm", "-rf", str(tmp_path / "d")], check=True)
+
+
+def test_decoding_in_threads_leaves_the_filters_of_warnings_alone():
+    packed = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(packed, "PNG")
+    before = list(warnings.filters)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: decode(packed.getvalue(), 8), range(500)))
+    assert list(warnings.filters) == before
+
+
+def test_the_limit_of_pixels_is_our_own(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    with pytest.raises(ValueError, match="too large"):
+        decode(png(20_000, 20_000), 8)
+
+
+def test_a_file_of_ours_never_gets_the_number_of_a_closed_stream(tmp_path):
+    code = """
+import os, sys
+from calmatch import console
+def act():
+    print("words")
+    with open(sys.argv[1], "w") as file:
+        file.write(str(file.fileno()))
+    raise ValueError("no")
+sys.exit(console.run_guarded(act))
+"""
+    words = [sys.executable, "-c", code, str(tmp_path / "file")]
+    line = 'exec "$@" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", line, "sh", *words], env=ALONE).returncode == 1
+    assert int((tmp_path / "file").read_text()) > 2
 
 
 def test_arrays_that_unpack_to_gigabytes_are_refused(tmp_path, monkeypatch):

@@ -656,7 +656,12 @@ def main() -> int:
     written = "| input | inputs | findings |\n|---|---|---|\n" + "\n".join(lines)
     print(f"\n{written}")
     if options.record:
-        put(options.record, "fuzz", written, f"`make fuzz INPUTS={options.inputs}`, seed {options.seed}")
+        put(
+            options.record,
+            "fuzz",
+            written,
+            f"`make fuzz INPUTS={options.inputs}`, seed {options.seed}",
+        )
     for where, found in findings.items():
         print(f"{len(found):>6}  {where}\n        {found[0]}")
     if OUTSIDE.read_text() != '{"secret": 1}':

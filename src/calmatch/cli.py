@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # threads that wait by spinning are five times slower where other programs want the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["MPLBACKEND"] = "agg"  # no command opens a window, whatever else is set
     return run_guarded(lambda: _dispatch(words), words[0] if words else "")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import shutil
+import time
 import unicodedata
 from pathlib import Path
 
@@ -15,8 +18,16 @@ from PIL import Image
 from calmatch.console import ProgressBar
 from calmatch.data import folder as folder_module
 from calmatch.data.dataset import build
-from calmatch.data.folder import decode_folder, fitting_size, own_images, read_folder, read_labels
+from calmatch.data.folder import (
+    decode_folder,
+    fitting_size,
+    match_labels,
+    own_images,
+    read_folder,
+    read_labels,
+)
 from calmatch.data.images import decode
+from calmatch.data.labelfiles import LabelRow
 
 
 @pytest.fixture(autouse=True)
@@ -275,3 +286,35 @@ def test_class_names_that_differ_in_capitals_only_are_pointed_out(folder):
 def test_rows_know_where_they_stand(folder):
     rows = read_labels(table(folder, "file,label\n\na.png,x\n\n\nb.png,y\n"))
     assert [row.number for row in rows] == [3, 6]
+
+
+@pytest.mark.parametrize("label", ["", " ", "\ud800", "x" * 1001])
+def test_what_no_model_could_hold_is_refused_as_a_label_before_training(folder, label):
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.png"))][:3]
+    path = folder / "labels.json"
+    rows = [{"file_name": name, "label": k or label} for k, name in enumerate(names)]
+    path.write_text(json.dumps(rows))
+    if label.strip():
+        with pytest.raises(ValueError, match="cannot be a label"):
+            read_folder(folder, path)
+    else:  # it has no label yet
+        assert len(read_folder(folder, path).known) == 2
+
+
+def test_two_pictures_whose_names_look_the_same_are_not_mixed_up(folder):
+    names = [unicodedata.normalize(form, "é.png") for form in ("NFC", "NFD")]
+    for name in names:
+        shutil.copy(next(folder.rglob("*.png")), folder / name)
+    path = folder / "labels.csv"
+    path.write_text(f"file,label\n{names[0]},a\n{names[1]},b\n")
+    with pytest.raises(ValueError, match="rename one"):
+        read_folder(folder, path)
+
+
+def test_a_mistaken_name_among_very_many_is_spoken_of_at_once():
+    names = [f"pool/img_{k:06d}.jpg" for k in range(50_000)]
+    rows = [LabelRow("img_000007.jpeg", "a", 2)] * 5
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"is it pool/img_000007\.jpg"):
+        match_labels(rows, names, Path("labels.csv"))
+    assert time.process_time() - began < 2

@@ -119,10 +119,10 @@ def large() -> Iterator[Attack]:
 
 def _dig(folder: Path, depth: int, name: str = "d") -> Path:
     """Folders within folders, deeper than a path can say."""
-    before = os.getcwd()
+    before = Path.cwd()
     os.chdir(folder)
     for _ in range(depth):
-        os.mkdir(name)
+        Path(name).mkdir()
         os.chdir(name)
     Path("deep.png").write_bytes(packed(pixels()))
     os.chdir(before)
@@ -284,11 +284,11 @@ def names() -> Iterator[Attack]:
         "-",
         "a" * 200,
     ):
-        yield Attack("anew: names", f"class {ascii(name)}", lambda h, n=name: renamed(h, n))
+        yield Attack("anew: names", f"class {name!a}", lambda h, n=name: renamed(h, n))
     for name in ("\ufeffcat/0.png", "./cat/0.png", "cat//0.png", "CAT/0.PNG", "cat\\0.png"):
         yield Attack(
             "anew: names",
-            f"a row for {ascii(name)}",
+            f"a row for {name!a}",
             lambda h, n=name: table(h, f"{n},a", "cat/1.png,a", "dog/0.png,b", "dog/1.png,b"),
         )
 
@@ -565,12 +565,13 @@ def crowds() -> Iterator[Attack]:
 def python() -> Iterator[Attack]:
     """What a program that calls calmatch finds again as it was."""
     import calmatch
+    from calmatch.predict import predict
 
     def manners(here: Path, act: Callable[[], Any]) -> int:
         def facts() -> tuple[Any, ...]:
             handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
             return (
-                *(list(warnings.filters), dict(os.environ), os.getcwd(), list(sys.path), handlers),
+                *(list(warnings.filters), dict(os.environ), Path.cwd(), list(sys.path), handlers),
                 *(
                     torch.get_num_threads(),
                     torch.get_rng_state().tolist(),
@@ -589,7 +590,7 @@ def python() -> Iterator[Attack]:
     rng = np.random.default_rng(0)
     x, y = rng.normal(0, 1, (20, 4)), np.arange(20) % 2
     for name, act in {
-        "predict": lambda: calmatch.predict(calmatch.load("model"), "pictures", "o.csv"),
+        "predict": lambda: predict(calmatch.load("model"), "pictures", "o.csv"),
         "Model.predict": lambda: calmatch.load("model").predict(["pictures/cat/0.png"] * 9),
         "Classifier": lambda: calmatch.Classifier(steps=5).fit(x, y).predict(x),
         "evaluate": lambda: calmatch.metrics.ece(np.full((4, 2), 0.5), np.arange(4) % 2),

@@ -328,7 +328,7 @@ def walk_images(root: Path) -> Iterator[str | Skipped]:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 deeper.append(f"{name}/")
-            elif entry.is_symlink() and entry.is_dir():
+            elif entry.is_symlink() and Path(entry.path).is_dir():
                 yield Skipped(name, "a link to a folder is not followed")
             elif entry.name.lower().endswith(SUFFIXES):
                 reason = unfit_reason(Path(entry.path), inside)
@@ -512,7 +512,7 @@ def cached_array(
     mistaken for a finished one, and two processes that build the same array do not clash.
     """
     path = cache_folder() / f"{key}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError, SyntaxError):  # missing, or damaged
+    with contextlib.suppress(Exception):  # missing, or damaged in whatever way numpy finds
         array = open_array(path, shape, dtype)
         with contextlib.suppress(OSError):  # another's cache, which we may only read
             os.utime(path)
