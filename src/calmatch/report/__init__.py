@@ -351,7 +351,10 @@ def write_wandb(run: Run) -> str:
         import wandb
     except ImportError as error:
         raise ValueError("W&B is not installed; pip install 'calmatch[wandb]'.") from error
-    settings = {"project": os.environ.get("WANDB_PROJECT", "calmatch"), "name": run.title}
+    settings: dict[str, Any] = {
+        "project": os.environ.get("WANDB_PROJECT", "calmatch"),
+        "name": run.title,
+    }
     with _speak_of("W&B"), wandb.init(**settings, dir=run.folder, config=run.config.dump()) as one:
         for step, _, values in _logged_values(run):
             one.log(values, step=step)
