@@ -1,9 +1,9 @@
-"""`calmatch fit` over many small files: time, memory and disk for each, and what a million would take.
+"""`calmatch fit` over many small files: time, memory, disk, and what a million would take.
 
     python benchmarks/scale.py [--pictures 20000]
 
-Two fits, one of a tenth of the pictures; what lies between them is what a further picture costs. The
-line for 1,000,000 is an extrapolation from these, not a measurement.
+Two fits, one of a tenth of the pictures; what lies between them is what a further picture costs.
+The line for 1,000,000 is an extrapolation from these, not a measurement.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ MOST_FILES, MOST_LINES, LONGEST = 85, 18_500, 600  # with the rooms of the issue
 # packages, where a process or a command starts, and engines that only some machines can use
 ALONE_ALLOWED = {"__main__", "__init__", "cli", "data", "training", "bench", "estimator", "export"}
 ALONE_ALLOWED |= {"hub", "web", "training.replay", "training.cuda_graph", "bench.ray", "fit.whole"}
+ALONE_ALLOWED |= {"web.label", "web.serve"}  # a web server each
 
 
 def module(path: Path) -> str:

@@ -96,7 +96,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         rows = {k: f"{m.value:.4f} ({m.low:.4f} to {m.high:.4f})" for k, m in self.metrics.items()}
-        rows |= {f"{kind} pictures": f"{number:,}" for kind, number in self.images.items()}
+        images = {("evaluated" if k == "test" else k): n for k, n in self.images.items()}
+        rows |= {f"{kind} pictures": f"{number:,}" for kind, number in images.items()}
         return as_html(self.title, rows, read_predictions_for_html(self.folder))
 
 
