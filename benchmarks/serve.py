@@ -2,9 +2,9 @@
 
     python benchmarks/serve.py [--pictures 256] [--rounds 3]
 
-Both use every core and the network that `fit` takes, with a random last layer. The two take turns, so
-that a busy machine slows both; the clients' own work counts against the server. Exit code 1 where the
-server has less than 0.8 of predict's throughput.
+Both use every core and the network that `fit` takes, with a random last layer. The two take turns,
+so that a busy machine slows both; the clients' own work counts against the server. Exit code 1
+where the server has less than 0.8 of predict's throughput.
 """
 
 from __future__ import annotations

@@ -140,6 +140,7 @@ COMMANDS = {
     "report": ["report {} --out page.html"],
     "predict": ["predict {} pictures --out new.csv --quiet --device cpu"],
     "export": ["export {} --to pt2 --out new.pt2 --quiet"],
+    "serve": ["serve {} --host 203.0.113.9 --quiet --device cpu"],  # no address of ours
     "table": ["table {}"],
     "figure": ["figure reliability {}"],
     "replay": ["replay {} --quiet --steps 2"],

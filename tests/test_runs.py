@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
-from calmatch import train
+import folders
+from calmatch import metrics, train
 from calmatch.data.batches import Resident, Stream
+from calmatch.model import load_model
 from calmatch.runs import (
     ASKED,
     MISTAKES,
@@ -19,6 +23,7 @@ from calmatch.runs import (
     sample_rows,
     write_examples,
 )
+from conftest import write_random_model
 
 
 def made(n, classes, size, seed=0):
@@ -107,3 +112,31 @@ def test_a_run_asks_for_labels_of_pictures_that_have_none(tiny, tmp_path):
     assert examples.whole == len(split["unlabelled"]) - len(split["labelled"])
     with np.load(run.folder / "predictions.npz") as held:
         assert max(examples.rows) < len(held["labels"])
+
+
+def test_a_notebook_shows_numbers_and_reliability_of_run_result_and_model(tmp_path):
+    run = folders.made(tmp_path / "run", classes=folders.NASTY, title=f"a {folders.EVIL}")
+    write_random_model(run.folder, "tiny", 5, 16)
+    for thing in (run, run.result, load_model(run.folder)):
+        html = thing._repr_html_()
+        ElementTree.fromstring(html)  # well-formed
+        assert "<script>" not in html
+        assert html.count("<circle") == int((metrics.reliability(*probs_of(run)).number > 0).sum())
+    error = run.result.metrics["error"]
+    assert f"{error.value:.4f} ({error.low:.4f} to {error.high:.4f})" in run._repr_html_()
+    (run.folder / "predictions.npz").write_bytes(b"broken")
+    assert "<svg" not in run._repr_html_()
+
+
+def probs_of(run):
+    log_probs, labels = run.predictions()
+    return log_probs.double().softmax(-1), labels
+
+
+def test_the_log_as_a_frame_and_without_pandas_a_sentence(tmp_path, monkeypatch):
+    run = folders.made(tmp_path / "run", steps=3)
+    frame = run.frame()
+    assert frame[frame.kind == "test"].error.tolist() == [n["error"] for n in run.lines("test")]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ValueError, match="pip install pandas"):
+        run.frame()

@@ -15,9 +15,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from calmatch import fit, methods, posthoc
+from calmatch import fit, methods, metrics, posthoc
 from calmatch.fit import ask, crossval
 from calmatch.fit.plan import METHOD, choose_penalty
+from calmatch.metrics import read_predictions_for_html
 from calmatch.model import Model, load_model
 from calmatch.ops import pick_device
 from calmatch.options import FitOptions
@@ -149,7 +150,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         x = x.double() / scale
         mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
         scaled = ((x - mean) / std).float()
-        self.held_out_, self.calibration_ = None, posthoc.Scaling("identity")
+        self.held_out_, self.evaluated_ = None, None
+        self.calibration_ = posthoc.Scaling("identity")
         alone = config.replace(method="supervised", penalty="")
         tried = {  # each with the features it learns from
             one: crossval.freeze_vectors(one, scaled, ids, len(self.classes_))
@@ -161,6 +163,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             known = self.held_out_ = held[config]
             chosen = (known.log_probs, known.labels, known.folds)
             self.calibration_ = crossval.cautious_temperature(*chosen)
+            probs = self.calibration_(known.log_probs).double().softmax(-1)
+            self.evaluated_ = (probs, known.labels)
         self.kept_ = config.method
         parts = tried[config].parts(tried[config].split)
         train_in_memory(config, parts)
@@ -192,6 +196,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             examples = load_examples(run.folder)
             names = examples.asked_files if examples else []
             self.asked_ = [int(Path(name).stem) for name in names]
+            self.evaluated_ = read_predictions_for_html(run.folder)
         self.calibration_ = self.model_.calibration
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
@@ -228,6 +233,15 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         space = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
         probs = self.predict_proba(x)
         return ask.ask([space], np.flatnonzero(ids >= 0), probs, n, seed=self.seed_).rows
+
+    def _repr_html_(self) -> str:
+        """scikit-learn's drawing; of a fitted one also its out-of-fold reliability."""
+        html = str(super()._repr_html_())
+        if (known := getattr(self, "evaluated_", None)) is None:
+            return html
+        names = ("error", "ece", "nll")
+        rows = {name: f"{float(getattr(metrics, name)(*known)):.4f}" for name in names}
+        return html + metrics.as_html("Out-of-fold", {**rows, "labels": len(known[1])}, known)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -5,13 +5,15 @@ fractions. Nothing here loops over samples, bins or classes."""
 
 import functools
 from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import ops, spec
+from calmatch import files, ops, spec
 from calmatch.core import Metric
 
 SUM_TOLERANCE = 1e-3  # how far a row may be from summing to 1 (half precision rounds that much)
@@ -371,3 +373,42 @@ def wilson(share: Any, number: Any, z: float = 1.96) -> tuple[Any, Any]:
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     spread = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return np.clip(middle - spread, 0, 1), np.clip(middle + spread, 0, 1)
+
+
+def as_html(title: str, rows: Mapping[str, Any], predictions: Any = None) -> str:
+    """What a notebook shows: a table, and the reliability of predictions (probs, labels)."""
+    cells = (f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
+    table = f"<div><b>{escape(title)}</b><table>{''.join(cells)}</table></div>"
+    picture = _reliability_svg(reliability(*predictions)) if predictions else ""
+    return f'<div style="display:flex;flex-wrap:wrap;gap:2em">{table}{picture}</div>'
+
+
+def _reliability_svg(filled: Bins) -> str:
+    """Accuracy against confidence; a bar is as dark as its bin is full, dots are means."""
+    number, wide = filled.number, 180 / len(filled.number)
+    parts = []
+    for k in number.nonzero()[:, 0].tolist():
+        accuracy, strength = float(filled.accuracy[k]), float(number[k] / number.max()) ** 0.5
+        x, y = 30 + 180 * float(filled.confidence[k]), 190 - 180 * accuracy
+        parts.append(
+            f'<rect x="{30 + k * wide:.1f}" y="{y:.1f}" width="{wide:.1f}" '
+            f'height="{180 * accuracy:.1f}" fill="#0072b2" opacity="{0.2 + 0.8 * strength:.2f}"/>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#d55e00"/>'
+        )
+    return (
+        '<svg viewBox="0 0 220 220" width="220" height="220" role="img" font-size="11" '
+        'font-family="sans-serif" fill="currentColor" stroke-width="1"><title>Accuracy against '
+        f'confidence</title>{"".join(parts)}<path d="M30 10V190H210M30 190L210 10" fill="none" '
+        'stroke="currentColor" opacity=".5"/><text x="120" y="212" text-anchor="middle">confidence'
+        '</text><text transform="translate(20 100)rotate(-90)" text-anchor="middle">accuracy</text>'
+        "</svg>"
+    )
+
+
+def read_predictions_for_html(folder: Path | None) -> tuple[Tensor, Tensor] | None:
+    """Probabilities and labels of a run folder's predictions.npz, where it has a good one."""
+    try:
+        arrays = files.read_arrays(folder / "predictions.npz") if folder else {}
+        return check(torch.from_numpy(arrays["log_probs"]).double().softmax(-1), arrays["labels"])
+    except (KeyError, TypeError, ValueError):
+        return None

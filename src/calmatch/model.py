@@ -55,7 +55,24 @@ class Model:
     selective: Selective | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     note: dict[str, Any] = field(default_factory=dict)  # model.json as it was read
+    folder: Path | None = field(default=None, repr=False)  # it was loaded from
     _quick: Network | None = field(default=None, init=False, repr=False)
+
+    def _repr_html_(self) -> str:
+        from calmatch.metrics import as_html, read_predictions_for_html
+
+        sets, point = self.conformal, self.selective
+        sure = point.threshold if point else None
+        rows = {
+            "classes": f"{len(self.classes)}: {', '.join(self.classes[:12])}",
+            "network": f"{self.note.get('net', '')}, {self.size} px",
+            "calibration": self.calibration.kind,
+            "sets hold the truth": "no promise"
+            if sets is None or sets.threshold is None
+            else f"{sets.coverage:.0%}",
+            "sure from confidence": "never" if sure is None else f"{sure:.3f}",
+        }
+        return as_html(self.version, rows, read_predictions_for_html(self.folder))
 
     @property
     def squash(self) -> bool:
@@ -190,7 +207,7 @@ def load_model(
         raise ValueError(f"The calibration in {folder} is for another number of classes.")
     network.requires_grad_(False)
     network.to(memory_format=torch.channels_last)  # twice as fast on a CPU
-    parts |= {"provenance": note.get("provenance") or {}, "note": note}
+    parts |= {"provenance": note.get("provenance") or {}, "note": note, "folder": folder}
     return Model(network, tuple(note["classes"]), note["size"], **parts).to(device)
 
 

@@ -10,7 +10,7 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calmatch import files, ops, spec
-from calmatch.metrics import Interval
+from calmatch.metrics import Interval, as_html, read_predictions_for_html
 from calmatch.training.config import FREE_FIELDS, LARGEST_NUMBER, Config, check_config
 
 SCALARS = "step error ece nll accepted agree pseudo_accuracy pseudo_ece".split()  # of a log line
@@ -88,10 +88,17 @@ class Result:
     scores: Mapping[str, float] = field(default_factory=dict)  # of all its candidates
     skipped: tuple[tuple[str, ...], ...] = ()  # files that could not be read, and why
     commands: tuple[str, ...] = ()  # that repeat the run
+    folder: Path | None = field(default=None, repr=False, compare=False)  # it was read from
 
     def dump(self) -> dict[str, Any]:
         """Plain JSON; `read_result` reads it back."""
-        return {name: _as_json(value) for name, value in vars(self).items()}
+        return {k: _as_json(value) for k, value in vars(self).items() if k != "folder"}
+
+    def _repr_html_(self) -> str:
+        rows = {k: f"{m.value:.4f} ({m.low:.4f} to {m.high:.4f})" for k, m in self.metrics.items()}
+        images = {("evaluated" if k == "test" else k): n for k, n in self.images.items()}
+        rows |= {f"{kind} pictures": f"{number:,}" for kind, number in images.items()}
+        return as_html(self.title, rows, read_predictions_for_html(self.folder))
 
 
 def _as_json(value: Any) -> Any:
@@ -102,9 +109,9 @@ def _as_json(value: Any) -> Any:
 
 def read_result(path: Path) -> Result:
     """result.json, every entry checked by its type: a stranger may have written it."""
-    entries, values = files.read_json(path), {}
+    entries, values = files.read_json(path), dict[str, Any](folder=path.parent)
     for name, hint in _field_types(Result).items():
-        if name in entries:
+        if name in entries and name != "folder":
             try:
                 values[name] = _typed(entries[name], hint)
             except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -160,6 +167,18 @@ class Run(NamedTuple):
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind."""
         return [line for line in read_lines(self.folder / "metrics.jsonl") if line["kind"] == kind]
+
+    def frame(self) -> Any:
+        """The log as a pandas DataFrame, a row for each line."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ValueError("A frame needs pandas: pip install pandas.") from error
+        path = self.folder / "metrics.jsonl"
+        return pandas.DataFrame(read_lines(path) if path.is_file() else [])
+
+    def _repr_html_(self) -> str:
+        return replace(self.result, folder=self.folder)._repr_html_()
 
     def predictions(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities [N, C] and labels [N] of the test set."""

@@ -116,3 +116,18 @@ def test_the_javascript_example_says_what_predict_says(exported, tmp_path):
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     agree(folder, files, done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_and_show_reliability(path, tmp_path, monkeypatch):
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # made anew, not remembered
+    place = {"metadata": {"path": tmp_path}}
+    client.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place).execute()
+    shown = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    assert any("<svg" in str(out.get("data", {}).get("text/html", "")) for out in shown)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from calmatch import files
@@ -224,7 +224,7 @@ def open_image(data: bytes, formats: tuple[str, ...] = FORMATS) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=formats)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         raise ValueError("it is too large") from error
-    except Image.UnidentifiedImageError as error:  # which would name an object in memory
+    except UnidentifiedImageError as error:  # which would name an object in memory
         raise OSError(f"cannot identify it as {', '.join(formats)}") from error
     if _decoded_bytes(image) > DECODED:  # Pillow's own limit is anybody's to change
         raise ValueError("it is too large")
