@@ -141,6 +141,11 @@ def test_logits_are_raw_where_the_run_kept_their_mean_and_say_what_they_are(tabl
     fabricated.history(place, raw=False)
     logits, _, _, kind = figures.logits_of(gather_runs([place]).groups[0])
     assert "less the picture's mean" in kind
+    with np.load(place / "predictions.npz") as arrays:
+        np.savez(place / "predictions.npz", **arrays, mean_logit=np.full(3, np.nan))
+    with pytest.raises(ValueError, match="that fit"):
+        figures.logits_of(gather_runs([place]).groups[0])
+    fabricated.history(place, raw=False)
     assert np.allclose(logits.mean(1), 0)
 
 
