@@ -322,7 +322,7 @@ def test_a_damaged_array_in_the_cache_is_made_anew(damage):
     path.unlink()
     if damage == "folder":
         path.mkdir()
-        with pytest.raises(OSError, match="directory"):
+        with pytest.raises(OSError, match=r"directory|regular file"):
             make()
         return
     changed = {"cut": data[:-7], "empty": b"", "header": b"\0" + data[1:], "other": data[:128]}
