@@ -96,8 +96,8 @@ LABEL_SHOTS = {  # name: labels by then, keys, width, height, theme
     "label-dark": (32, "h", 1120, 1180, "dark"),
     "label-group": (33, "g", 1120, 860, "light"),
     "label-list": (33, "l", 1120, 860, "dark"),
-    "label-phone": (34, "o", 390, 800, "light"),
-    "label-fit": (34, "m", 1120, 1400, "light"),
+    "label-phone": (33, "o", 390, 800, "light"),
+    "label-fit": (33, "m", 1120, 1400, "light"),
 }
 
 

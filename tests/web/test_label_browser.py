@@ -54,6 +54,21 @@ class Server:
 
 
 @pytest.fixture
+def start(tmp_path) -> Any:
+    """Starts servers in the test's folder; none outlives it."""
+    servers: list[Server] = []
+
+    def begin() -> Server:
+        servers.append(Server(tmp_path))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.fixture
 def chromium() -> Any:
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
@@ -85,7 +100,7 @@ class Person:
     def wait(self, what: Callable[[], Any], seconds: float = 120) -> None:
         end = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < end
+            assert time.monotonic() < end, self.script("[state?.busy, state?.version, timer]")
             time.sleep(0.05)
 
     def settle(self) -> None:
@@ -120,12 +135,12 @@ def rows_of(path: Path) -> dict[str, str]:
         return {row["file"]: row["label"] for row in csv.DictReader(file)}
 
 
-def test_forty_pictures_by_keyboard_from_zero_to_a_model(chromium, tmp_path):
+def test_forty_pictures_by_keyboard_from_zero_to_a_model(chromium, start, tmp_path):
     from selenium.webdriver.common.keys import Keys
 
     truth = draw(tmp_path / "photos", 60)
     path = tmp_path / "labels.csv"
-    server = Server(tmp_path)
+    server = start()
     chromium.get(server.address)
     person = Person(chromium, truth)
     person.settle()
@@ -157,7 +172,7 @@ def test_forty_pictures_by_keyboard_from_zero_to_a_model(chromium, tmp_path):
     server.process.wait()
     person.press("1")
     assert "does not answer" in chromium.find_element("id", "trouble").text
-    server = Server(tmp_path)
+    server = start()
     chromium.get(server.address)
     person.settle()
     assert person.script("state.labels") == len(person.said)

@@ -283,7 +283,7 @@ class Session:
                 if share == 1.0:
                     probs = learned.probs(self.teachers.inputs)
                     self.model = (learned, classes, probs)
-                    self.queue = self._choose(rows)
+                    self.queue = self._choose(self.rows())
             elif share == 1.0:
                 self.model = None
         except Exception:  # a fault of ours, which must not end the labelling
