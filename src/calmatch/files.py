@@ -207,7 +207,7 @@ def lock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
         refuse_foreign(folder)
-        file = (folder / ".lock").open("wb")
+        file = open_lock(folder / ".lock")
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
     with file:
@@ -218,6 +218,12 @@ def lock(folder: Path) -> Iterator[None]:
             yield
         finally:
             _held_locks.discard(file)
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """A file to lock: a link in its place is not followed, nor a pipe waited for."""
+    odd = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | odd, 0o666), "r+b", buffering=0)
 
 
 def _acquire(file: IO[bytes], folder: Path, patience: int = 5) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors
 import safetensors.torch
 import torch
 from torch import Generator, Tensor, nn
@@ -254,7 +255,7 @@ class Refinement:
         path = self._path(f"fold{number}")
         if path.exists():
             bar.advance(steps)
-            return safetensors.torch.load_file(path)["probs"].numpy()
+            return _read_tensors(path)["probs"].numpy()
         known = np.where(rest, self.labels, -1)
         weights = self.teachers.student(self.labelled[rest], self.labels[rest])
         network = self._refine(weights, known, steps, bar)
@@ -272,7 +273,7 @@ class Refinement:
         path = self._path(name)
         if path.exists():
             network = self._network(self.student.weights)
-            network.load_state_dict(safetensors.torch.load_file(path))
+            network.load_state_dict(_read_tensors(path))
             return network
         network = make()
         state = {k: v.cpu().contiguous() for k, v in network.state_dict().items()}
@@ -362,3 +363,10 @@ class Refinement:
             shown = [self._normalise(view) for view in self.extractor.views(pixels)]
             parts.append(network.forward_views(shown).logits.float().cpu())
         return torch.cat(parts).numpy()
+
+
+def _read_tensors(path: Path) -> dict[str, Any]:
+    try:
+        return safetensors.torch.load_file(files.regular(path))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged; remove it, and it is made anew.") from error

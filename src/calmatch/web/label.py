@@ -78,7 +78,7 @@ def _hold(path: Path) -> Iterator[None]:
     """One server for one file of labels; the lock dies with the process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.with_name(f".{path.name}.lock").open("wb")
+        file = files.open_lock(path.with_name(f".{path.name}.lock"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}.") from error
     with file:
