@@ -525,14 +525,14 @@ def stop_rule(known: list[Fact], least: float = 0.015) -> tuple[float, float, fl
     return float(labels), float(error), float(even), float(1 - labels / even)
 
 
-NOTE = """Written by `python research/trust.py`. EfficientNet-Lite0 at 224 px, one view; every number
-of a set comes from a prior learned on the other sets. Percent. "Off" is the mean absolute error of
-the estimated error; "width ratio" the geometric mean of our interval's width over
+NOTE = """Written by `python research/trust.py`. EfficientNet-Lite0 at 224 px, one view; every
+number of a set comes from a prior learned on the other sets. Percent. "Off" is the mean absolute
+error of the estimated error; "width ratio" the geometric mean of our interval's width over
 Clopper-Pearson's on the same out-of-fold labels; ECE debiased, over every picture whose label was
 not seen; "today" split conformal sets by the cautious rule's temperature; "answered" the share of
 pictures under a promise of 90 % accuracy, kept in so many splits, beside the exact test of the
-labels alone. The form of the prior (logits of agreement and echo, labels a class, ridge) was fixed
-on seven sets before {} were opened.
+labels alone. The form of the prior (logits of agreement and echo, labels a class, ridge) was
+fixed on seven sets before {} were opened.
 """
 HEAD = (
     "| set | error | off, ours / labels | width ratio | holds, ours / labels | "
@@ -570,8 +570,9 @@ def write_page(work: Path) -> None:
     labels, error, even, saved = stop_rule(known)
     page += [
         "## Stop or go on?\n",
-        f"Going on from 2 to 4 and 10 labels a class only where `expected_gain` of a doubling is 1.5 "
-        f"points or more: {labels:.0f} labels a set on average, error {100 * error:.1f} %. One budget for "
+        "Going on from 2 to 4 and 10 labels a class only where `expected_gain` of a doubling is "
+        f"1.5 points or more: {labels:.0f} labels a set on average, error {100 * error:.1f} %. One "
+        "budget for "
         f"every set needs {even:.0f} for the same mean error: {100 * saved:.0f} % fewer.\n",
     ]
     (Path(__file__).parent / "trust.md").write_text("\n".join(page))
@@ -631,7 +632,7 @@ def write_summary(means: dict[int, dict[str, float]], saved: float, number: int,
     text = [
         "<!-- trust -->",
         f"{sets} sets (the zoo, EuroSAT, CIFAR-10), {number} label splits; each set judged by what "
-        "was learned on the others (`python research/trust.py`, long table in `research/trust.md`). "
+        "was learned on the others (`python research/trust.py`, all of it in `research/trust.md`). "
         "In %, ours / by the held-out labels alone:\n",
         "| | " + " | ".join(f"{each} labels a class" for each in means) + " |",
         "|---|" + "---:|" * len(means),
@@ -642,7 +643,7 @@ def write_summary(means: dict[int, dict[str, float]], saved: float, number: int,
     cells = [f"{row['ratio']:.2f}" for row in means.values()]
     text.append("| width of the interval over Clopper-Pearson's | " + " | ".join(cells) + " |")
     text += [
-        f"\nThe stop rule reaches a fixed budget's mean error with {100 * saved:.0f} % fewer labels.",
+        f"\nThe stop rule reaches a fixed budget's error with {100 * saved:.0f} % fewer labels.",
         "\n![Estimated and true error with intervals](assets/trust.svg)",
         "<!-- /trust -->",
     ]
