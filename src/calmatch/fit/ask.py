@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from calmatch.fit.portfolio import Array, Teachers, softmax
+from calmatch.fit.portfolio import Array, Teachers, echo_agreement, softmax
 from calmatch.posthoc.few import Estimate, few_label_error, few_label_temperature
 
 DIFFUSION, NOISE = 0.99, 0.1  # of the graph's kernel, whose variances are 1; and of an answer
@@ -169,7 +169,11 @@ def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
     agreement, each = float((guesses[0] == guesses[1]).mean()), len(rows) / classes
     free = _log_softmax(inputs[rest] @ weights[:-1] + weights[-1])
     known = (_log_softmax(held), labels[out]) if len(out) else ()
-    fitted = few_label_temperature(free, *known, agreement=agreement, labels_a_class=each)
+    teachers.classes = classes
+    echo = echo_agreement(teachers, weights, rows, labels, echoes=3)
+    fitted = few_label_temperature(
+        free, *known, agreement=agreement, echo=echo, labels_a_class=each
+    )
     error = few_label_error(fitted, free, *known)
     shown = softmax(held / fitted.temperature)
     return Learned(weights, fitted.temperature, error, (agreement, each), shown, labels[out])

@@ -284,7 +284,12 @@ def fit_transductive(
 
 
 def echo_agreement(
-    teachers: Teachers, weights: Array, rows: NDArray[Any], labels: NDArray[Any], bar: Any
+    teachers: Teachers,
+    weights: Array,
+    rows: NDArray[Any],
+    labels: NDArray[Any],
+    bar: Any = None,
+    echoes: int = ECHOES,
 ) -> float:
     """How often students of labels that a student draws by its confidence agree with it.
 
@@ -294,15 +299,16 @@ def echo_agreement(
     random, logits = np.random.default_rng(0), teachers.inputs @ weights[:-1] + weights[-1]
     free, share = np.ones(len(logits), bool), softmax(logits / ECHO_TEMPERATURE).cumsum(1)
     free[rows], agreements = False, []
-    for _ in range(ECHOES):
+    for _ in range(echoes):
         drawn = (share < random.random((len(share), 1))).sum(1).clip(max=share.shape[1] - 1)
         orders = [random.permutation(np.flatnonzero(drawn == c)) for c in range(share.shape[1])]
         counts = np.bincount(labels, minlength=share.shape[1])
         some = np.concatenate([order[:k] for order, k in zip(orders, counts, strict=True)])
         own = teachers.student(some, drawn[some])
         guesses = (teachers.inputs @ own[:-1] + own[-1]).argmax(1)
-        agreements.append((guesses == logits.argmax(1))[free].mean())
-        bar.advance(1)
+        agreements.append((guesses == logits.argmax(1))[free if free.any() else ~free].mean())
+        if bar is not None:
+            bar.advance(1)
     return float(np.mean(agreements))
 
 
