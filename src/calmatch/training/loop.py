@@ -242,11 +242,12 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
         parts.evaluated.load_state_dict(run.best)
     source, labels = parts.sets["test"]
     predict = Predictor(parts, config.eval_batch)
-    log_probs = predict(source)
+    by_logits = type(parts.method).predict is Method.predict
+    outputs = Predictor(parts, config.eval_batch, logits=by_logits)(source)
+    log_probs = outputs.log_softmax(1) if by_logits else outputs
     arrays = {"log_probs": log_probs.numpy(), "labels": labels.numpy()}
-    if type(parts.method).predict is Method.predict:  # else they are no softmax of logits
-        logits = Predictor(parts, config.eval_batch, logits=True)(source)
-        arrays["mean_logit"] = logits.mean(1).numpy()  # what log-probabilities lose
+    if by_logits:
+        arrays["mean_logit"] = outputs.mean(1).numpy()  # what log-probabilities lose
     if config.fold:
         held, truth = parts.sets["validation"]
         arrays |= {"held_labels": truth.numpy(), "held_log_probs": predict(held).numpy()}
