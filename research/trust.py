@@ -455,6 +455,7 @@ def evaluate(one: Case, prior: dict[str, Any]) -> dict[str, Any]:
         line[f"error {name}"] = got.value
         line[f"holds {name}"] = bool(got.low <= wrong <= got.high)
         line[f"width {name}"] = got.high - got.low
+        line[f"low {name}"] = got.low
     for name, heat in heats.items():
         probs = torch.from_numpy(np.exp(log_softmax(one.unseen / heat)))
         line[f"ece {name}"] = float(metrics.debiased_ece(probs, truth))
@@ -672,8 +673,9 @@ def draw_pictures(lines: list[dict[str, Any]]) -> None:
         for k, name in enumerate(sorted({line["name"] for line in lines})):
             own = [line for line in lines if line["name"] == name and line["each"] == 4][:5]
             x, y = ([100 * line[key] for line in own] for key in ("wrong", f"error {way}"))
-            reach = [50 * line[f"width {way}"] for line in own]
-            place.errorbar(x, y, reach, fmt="o", ms=3, lw=0.5, color=f"C{k}", label=name)
+            down = [b - 100 * line[f"low {way}"] for b, line in zip(y, own, strict=True)]
+            up = [100 * line[f"width {way}"] - a for a, line in zip(down, own, strict=True)]
+            place.errorbar(x, y, [down, up], fmt="o", ms=3, lw=0.5, color=f"C{k}", label=name)
         place.plot([0, 75], [0, 75], color="grey", lw=0.8)
         place.set(title=title, xlabel="true error, %", xlim=(0, 75), ylim=(0, 85))
     places[0].set_ylabel("estimated error, %")

@@ -26,6 +26,7 @@ from calmatch.posthoc.scaling import (
 )
 
 STEPS = 241  # of log temperature
+SURPRISE = 0.002  # share of datasets of which five times less is known than learned: labels decide
 FEWEST = 10  # unlabelled images above a threshold, that it may be promised
 
 
@@ -119,7 +120,7 @@ def few_label_temperature(
         tops = [np.exp(log_softmax(z / heat).max(1)).mean() for heat in np.exp(logs[::8])]
         away = (np.interp(logs, logs[::8], logit(np.array(tops), 1e-9)) - centre) / learned["sd"]
         away /= spread_at(labels_a_class)
-    fits = -0.5 * away**2
+    fits = np.logaddexp(-0.5 * away**2, np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2)
     if labels is not None:
         z, y = check_logits(held, labels)
         n = max(1, round(len(y) / repeats))
