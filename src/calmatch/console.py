@@ -170,6 +170,8 @@ def _sentence(error: Exception, command: str) -> str | None:
     if is_out_of_memory(error):
         settings = MEMORY_SETTINGS.get(command, TRAINING_SETTINGS)
         return f"There is not enough memory on the device; lower {settings}."
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "The system gives no more threads (ulimit -u); end other programs, or allow more."
     if isinstance(error, OSError) and error.errno in OUTSIDE_ERRORS:
         place = f" ({error.filename})" if error.filename else ""
         whole = "What was written before is whole; the same command continues."
