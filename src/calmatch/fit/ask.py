@@ -170,10 +170,10 @@ def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
     free = _log_softmax(inputs[rest] @ weights[:-1] + weights[-1])
     known = (_log_softmax(held), labels[out]) if len(out) else ()
     teachers.classes = classes
-    echo = echo_agreement(teachers, weights, rows, labels, echoes=3)
-    fitted = few_label_temperature(
-        free, *known, agreement=agreement, echo=echo, labels_a_class=each
-    )
+    others = len(rows) < len(inputs)
+    echo = echo_agreement(teachers, weights, rows, labels, echoes=3) if others else None
+    heard = {"agreement": agreement, "echo": echo}
+    fitted = few_label_temperature(free, *known, **heard, labels_a_class=each)
     error = few_label_error(fitted, free, *known)
     shown = softmax(held / fitted.temperature)
     return Learned(weights, fitted.temperature, error, (agreement, each), shown, labels[out])
