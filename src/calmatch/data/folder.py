@@ -369,10 +369,10 @@ def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> 
     """The label of each named image; unknown, outside and contradictory ones are errors."""
     known: dict[str, str] = {}
     twins: set[str] = set()  # of files whose names look the same
-    for name in names:
-        plain = unicodedata.normalize("NFC", name)
+    for own in names:
+        plain = unicodedata.normalize("NFC", own)
         twins |= {plain} & known.keys()
-        known[plain] = name
+        known[plain] = own
     first: dict[str, LabelRow] = {}
     unknown: list[LabelRow] = []
     for row in rows:

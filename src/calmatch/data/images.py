@@ -192,7 +192,7 @@ def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
     Images large enough to be bombs are refused, 16-bit grey is scaled, what is transparent turns
     white, and of several frames the first counts. Large JPEGs are decoded at a reduced size.
     """
-    image = open_image(data)
+    image: Any = open_image(data)
     room = _decoded_bytes(image)
     image.draft("RGB", (3 * size, 3 * size))
     if image.format == "JPEG" and data.find(b"\xff\xda", image.fp.tell()) < 0:

@@ -172,8 +172,8 @@ def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
     teachers.classes = classes
     others = len(rows) < len(inputs)
     echo = echo_agreement(teachers, weights, rows, labels, echoes=3) if others else None
-    heard = {"agreement": agreement, "echo": echo}
-    fitted = few_label_temperature(free, *known, **heard, labels_a_class=each)
+    facts: Any = {"agreement": agreement, "echo": echo, "labels_a_class": each}
+    fitted = few_label_temperature(free, *known, **facts)
     error = few_label_error(fitted, free, *known)
     shown = softmax(held / fitted.temperature)
     return Learned(weights, fitted.temperature, error, (agreement, each), shown, labels[out])

@@ -298,7 +298,8 @@ class Session:
         if self.model is not None:  # as uncalibrated as when it was proved
             own = self.model[0].weights
             probs = portfolio.softmax(self.teachers.inputs @ own[:-1] + own[-1])
-        return self.questions.next(gone, probs, AHEAD).rows.tolist()
+        chosen: list[int] = self.questions.next(gone, probs, AHEAD).rows.tolist()
+        return chosen
 
     def question(self) -> int | None:
         """The next picture to ask for; those put off come last."""
