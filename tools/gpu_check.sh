@@ -3,7 +3,7 @@
 #   bash tools/gpu_check.sh SECONDS [pytest's words, for example -k captured]
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=src:.carry PYTHONUNBUFFERED=1 CALMATCH_CACHE=/tmp/calmatch-cache
+export PYTHONPATH=src:.carry PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 CALMATCH_CACHE=/tmp/calmatch-cache
 seconds=$1
 shift
 python3 - <<'PY'
