@@ -135,7 +135,7 @@ def _typed(value: Any, hint: Any) -> Any:
     if hasattr(hint, "_fields"):
         kinds = {k: v for k, v in _field_types(hint).items() if k in value}  # or its default
         return hint(**{name: _typed(value[name], kind) for name, kind in kinds.items()})
-    fits = spec.fits(value, hint) and (hint is not int or 0 <= value < 1 << 62)
+    fits = origin is None and spec.fits(value, hint) and (hint is not int or 0 <= value < 1 << 62)
     if not fits or (hint is str and value.encode("utf-8", "ignore").decode() != value):
         raise TypeError(f"{value!r} is no {hint}")
     return value

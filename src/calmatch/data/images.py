@@ -311,29 +311,29 @@ def list_class_folders(root: Path, below: str = "") -> dict[str, list[str]]:
 
 def walk_images(root: Path) -> Iterator[str | Skipped]:
     """Names of images below a folder, in order; hidden ones and links to folders are left out."""
-    inside, folders = root.resolve(), [""]
-    while folders:
-        below, deeper = folders.pop(), []
-        try:
-            with os.scandir(root / below) as listing:
-                entries = sorted(listing, key=lambda entry: entry.name)
-        except OSError as error:
-            if not below:
-                raise ValueError(f"{root} cannot be opened: {error.strerror}.") from error
-            yield Skipped(below, f"it cannot be opened ({error.strerror})")
-            continue
-        for entry in entries:
-            name = below + entry.name
-            if entry.name.startswith((".", "__MACOSX")):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                deeper.append(f"{name}/")
-            elif entry.is_symlink() and Path(entry.path).is_dir():
+    inside, waiting = root.resolve(), [""]  # folders end in a slash; a stack, as deep as they are
+    while waiting:
+        name = waiting.pop()
+        path = root / name
+        if name and not name.endswith("/"):
+            if path.is_symlink() and path.is_dir():
                 yield Skipped(name, "a link to a folder is not followed")
-            elif entry.name.lower().endswith(SUFFIXES):
-                reason = unfit_reason(Path(entry.path), inside)
+            elif name.lower().endswith(SUFFIXES):
+                reason = unfit_reason(path, inside)
                 yield Skipped(name, reason) if reason else name
-        folders += reversed(deeper)
+            continue
+        try:
+            with os.scandir(path) as listing:
+                names = [
+                    entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in listing
+                ]
+        except OSError as error:
+            if not name:
+                raise ValueError(f"{root} cannot be opened: {error.strerror}.") from error
+            yield Skipped(name, f"it cannot be opened ({error.strerror})")
+            continue
+        shown = (below for below in names if not below.startswith((".", "__MACOSX")))
+        waiting += sorted((name + below for below in shown), reverse=True)
 
 
 def unfit_reason(path: Path, inside: Path) -> str:
