@@ -283,8 +283,8 @@ def _datasets(words: list[str]) -> None:
     options = _parse("CheckOptions", words[1:], "datasets check")
     from calmatch.data.dataset import check_dataset
 
-    for finding in check_dataset(options.name, options.labels, options.split_seed):
-        print(f"{finding.what:<34} {finding.value}", flush=True)
+    for what, value in check_dataset(options.name, options.labels, options.split_seed):
+        print(f"{what:<34} {value}", flush=True)
 
 
 def _nets(words: list[str]) -> None:

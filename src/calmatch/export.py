@@ -138,9 +138,8 @@ def _onnx(model: Model, images: Tensor) -> bytes:
         import onnxruntime  # noqa: F401
         import onnxscript
     except ImportError as error:
-        raise ValueError(
-            "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
-        ) from error
+        sentence = "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
+        raise ValueError(sentence) from error
     op: Any = onnxscript.opset18
 
     def stable_sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:

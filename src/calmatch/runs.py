@@ -141,11 +141,6 @@ def _typed(value: Any, hint: Any) -> Any:
     return value
 
 
-def _is_huge(value: float) -> bool:
-    """Whether a whole number is too large for arithmetic."""
-    return isinstance(value, int) and abs(value) > LARGEST_NUMBER
-
-
 class Run(NamedTuple):
     """A finished run: its folder, its config and its result."""
 
@@ -244,7 +239,8 @@ def _is_line(line: Mapping[str, Any]) -> bool:
     whole = whole and not any(isinstance(line.get(name), list) for name in SCALARS)
     values = [value for key, value in line.items() if key != "kind" and value is not None]
     flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
-    return whole and all(type(x) in (int, float) and not _is_huge(x) for x in flat)
+    numbers = [x for x in flat if type(x) is float or (type(x) is int and abs(x) <= LARGEST_NUMBER)]
+    return whole and len(numbers) == len(flat)  # larger whole numbers are none for arithmetic
 
 
 def read_predictions(path: Path, classes: int) -> dict[str, NDArray[Any]]:

@@ -33,7 +33,7 @@ from calmatch.bench.engine import (
     saved_step,
 )
 from calmatch.bench.paper import SUITES, Cell
-from calmatch.bench.ray import Assignment, Coordinator, changed_files, run_assignment
+from calmatch.bench.ray import Coordinator, changed_files, run_attempt
 from calmatch.files import lock, write
 from calmatch.training import loop
 from conftest import ALONE, calmatch
@@ -347,8 +347,8 @@ def test_a_failed_run_on_a_node_speaks_of_its_folder_at_home(tiny, tmp_path, mon
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"])
 
     monkeypatch.setattr(engine, "start_job", start)
-    assignment = Assignment(0, 1, Job("run", tiny(), home), {}, 0.1)
-    assert run_assignment(Home(coordinator), assignment) == 2
+    job = Job("run", tiny(), home)
+    assert run_attempt(Home(coordinator), 0, 1, job, {}, 0.1) == 2
     assert f"calmatch: {home} is full." in (home / RUN_LOG).read_text()
 
 

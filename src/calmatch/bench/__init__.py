@@ -58,13 +58,9 @@ def choose_cells(options: BenchOptions) -> list[paper.Cell]:
     for cell in paper.suite_cells(options.suite, options.seeds or None):
         name = f"{cell.row} {cell.column} {cell.folder}".lower()
         if any(text in name for text in wanted):
-            config = cell.config
-            if options.steps is not None:
-                config = shorten(config, options.steps)
-            if options.protocol:
-                config = config.replace(protocol=options.protocol)
-            if options.net:
-                config = config.replace(net=options.net)
+            config = cell.config if options.steps is None else shorten(cell.config, options.steps)
+            changes = {"protocol": options.protocol, "net": options.net}
+            config = config.replace(**{field: value for field, value in changes.items() if value})
             cells.setdefault(cell.folder, cell._replace(config=config))
     if not cells:
         raise ValueError(f"No run of {options.suite} has {options.only!r} in its name.")
@@ -84,10 +80,9 @@ def _with_weights(cells: list[paper.Cell], weights: Path | None) -> list[paper.C
         raise ValueError(f"One file cannot start {known}; choose cells with --only, or set --net.")
     ((net, item),) = started.items()
     text = spec.write(item._replace(kwargs={**item.kwargs, "pretrained": str(weights.resolve())}))
-    changed = {
-        c.folder: c.config.replace(net=text if c.config.net == net else c.config.net) for c in cells
-    }
-    return [cell._replace(config=changed[cell.folder]) for cell in cells]
+    return [
+        c._replace(config=c.config.replace(net=text)) if c.config.net == net else c for c in cells
+    ]
 
 
 def shorten(config: Config, steps: int) -> Config:
@@ -206,13 +201,7 @@ TABLE_KINDS = {".md": "md", ".tex": "latex", ".csv": "csv", ".html": "html"}
 
 
 def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
-    """Write every table and every figure that finished runs allow; print a line about each.
-
-    Args:
-        table: of the runs.
-        out: where the files go.
-        suite: whose names and published numbers apply.
-    """
+    """Write every table and every figure that finished runs allow; print a line about each."""
     from calmatch.bench import figures
     from calmatch.report import charts
 

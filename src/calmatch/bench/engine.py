@@ -117,10 +117,8 @@ def start_job(
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own, so that a terminal's Ctrl-C reaches it once, by us.
 
-    Args:
-        jobs: the run, or runs that differ in their seeds only; the first one's folder has the log.
-        env: what its environment adds to ours.
-        orphaned: the signal it gets when this process dies, however that ends (Linux only).
+    Runs that differ in their seeds only share one; the first one's folder has the log. `orphaned`
+    is the signal it gets when this process dies, however that ends (Linux only).
     """
     words, parent = job_command(*jobs), os.getpid()
     linux = sys.platform.startswith("linux")
@@ -154,13 +152,8 @@ def close_log(folder: Path, code: int, seconds: float) -> None:
 
 def last_log_lines(folder: Path, n: int = 5) -> list[str]:
     """The end of the log of the newest attempt."""
-    newest: list[str] = []
-    for line in _read_text(folder / RUN_LOG).splitlines():
-        if re.match(r"# \d{4}-", line):
-            newest.clear()
-        elif line.strip() and not line.startswith("# "):
-            newest.append(line)
-    return newest[-n:]
+    newest = re.split(r"(?m)^# \d{4}-.*", _read_text(folder / RUN_LOG))[-1].splitlines()
+    return [line for line in newest if line.strip() and not line.startswith("# ")][-n:]
 
 
 def _read_text(path: Path) -> str:
@@ -331,13 +324,10 @@ class SuiteProgress:
 
     def __init__(self, title: str, jobs: Sequence[Job], quiet: bool = False) -> None:
         self.title, self.quiet = title, quiet
-        self.items = {job: JobStatus(job, first=saved_step(job.folder)) for job in jobs}
-        for item in self.items.values():
-            item.step = item.first
-        self.began = time.monotonic()
-        self.drawn = 0.0
+        steps = {job: saved_step(job.folder) for job in jobs}
+        self.items = {job: JobStatus(job, first=step, step=step) for job, step in steps.items()}
+        self.began, self.drawn, self.stopping = time.monotonic(), 0.0, False
         self.done: list[JobStatus] = []
-        self.stopping = False
         live = console.is_terminal and not quiet
         self.live = Live(console=console, auto_refresh=False) if live else None
 
@@ -453,6 +443,7 @@ class Throughput(NamedTuple):
 
 
 SpeedKey = tuple[object, ...]
+Throughputs = Mapping[SpeedKey, Throughput]
 
 
 def speed_keys(config: Config) -> list[SpeedKey]:
@@ -461,23 +452,18 @@ def speed_keys(config: Config) -> list[SpeedKey]:
     return [(config.dataset, config.method, *rough), rough]
 
 
-def estimate_seconds(
-    jobs: Sequence[Job], throughputs: Mapping[SpeedKey, Throughput]
-) -> tuple[float, int]:
+def estimate_seconds(jobs: Sequence[Job], throughputs: Throughputs) -> tuple[float, int]:
     """Seconds that these runs take one after the other, and how many are unknown."""
-    total, unknown = 0.0, 0
-    for job in jobs:
-        if throughput := find_throughput(job.config, throughputs):
-            steps = job.config.steps - saved_step(job.folder)
-            total += throughput.around + throughput.step * steps
-        else:
-            unknown += 1
-    return total, unknown
+    pairs = [(job, find_throughput(job.config, throughputs)) for job in jobs]
+    seconds = [
+        known.around + known.step * (job.config.steps - saved_step(job.folder))
+        for job, known in pairs
+        if known
+    ]
+    return sum(seconds), len(jobs) - len(seconds)
 
 
-def find_throughput(
-    config: Config, throughputs: Mapping[SpeedKey, Throughput]
-) -> Throughput | None:
+def find_throughput(config: Config, throughputs: Throughputs) -> Throughput | None:
     """That of the same method on the same data, or else of the same network and batch."""
     return next((throughputs[key] for key in speed_keys(config) if key in throughputs), None)
 

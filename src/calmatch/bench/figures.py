@@ -1,6 +1,7 @@
 """The paper's figures from run folders: `prepare_x` computes plain numbers, `draw_x` draws them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from calmatch import losses, spec
-from calmatch.bench import tables
+from calmatch.bench import stats, tables
 from calmatch.bench.paper import PUBLISHED_TABLES
 from calmatch.bench.tables import Group, RunTable
 from calmatch.report import charts
@@ -26,13 +27,12 @@ def prepare_reliability(table: RunTable) -> Content:
     """Reliability plots of the first seed (Observation 1, supplement)."""
     check_panels(len(table.groups))
     several = len(table.columns) > 1
-    methods: dict[str, int] = {}  # place of each method's panels where there is one column
-    levels: dict[str, int] = {}  # and how many there are
+    levels: Counter[str] = Counter()  # panels of each method where there is one column
     panels = []
     for group in sorted(table.groups, key=lambda g: table.base(g) is not None):
         method = (table.base(group) or group).row
-        deep, across = levels.get(method, 0), methods.setdefault(method, len(methods))
-        levels[method] = deep + 1
+        levels[method] += 1
+        deep, across = levels[method] - 1, list(levels).index(method)
         if several:  # columns of the table downward, its rows across
             deep, across = table.columns.index(group.column), table.rows.index(group.row)
         title = f"{group.column}, {group.row}" if several else group.row
@@ -79,8 +79,7 @@ def _draw_agreement(axes: Axes, content: Content) -> None:
 
 def prepare_convergence(table: RunTable) -> Content:
     """Accuracy and ECE on the test set over time (supplement)."""
-    curves = [series(group, "test", ["error", "ece"]) for group in table.groups]
-    return {"curves": _name_curves(curves)}
+    return {"curves": _name_curves([series(g, "test", METRICS) for g in table.groups])}
 
 
 def draw_convergence(figure: Figure, content: Content) -> None:
@@ -222,9 +221,7 @@ def _logit_panel(group: Group, target: int) -> Content:
     }
 
 
-def logits_of(
-    group: Group,
-) -> tuple[NDArray[np.float64], NDArray[np.int64], tuple[str, ...], str]:
+def logits_of(group: Group) -> tuple[NDArray[np.float64], NDArray[np.int64], tuple[str, ...], str]:
     """Logits [N, C], labels and class names of a group's first seed, and what logits they are.
 
     Softmax does not see their mean over classes, so a run that did not keep it has none.
@@ -242,28 +239,16 @@ def density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> list[floa
     """A Gaussian kernel estimate (Scott's width); nothing where the values do not vary."""
     if len(values) < 3 or float(np.std(values)) < 1e-9:
         return [0.0] * len(grid)
-    heights: list[float] = gaussian_kde(values)(grid).tolist()
-    return heights
+    return list(map(float, gaussian_kde(values)(grid)))
 
 
 def draw_logits(figure: Figure, content: Content) -> None:
-    """A panel a run, all on the same axes; the target class is the filled one."""
-    panels = content["panels"]
-    wide = min(4, len(panels))
-    _draw_logit_panels(figure, panels, -(-len(panels) // wide), wide, 1.65)
-
-
-def draw_logits_all(figure: Figure, content: Content) -> None:
-    """Classes downward, runs across, the same axes everywhere."""
-    lines = content["lines"]
-    panels = [panel for line in lines for panel in line]
-    _draw_logit_panels(figure, panels, len(lines), len(lines[0]), 1.4)
-
-
-def _draw_logit_panels(
-    figure: Figure, panels: Sequence[Content], deep: int, wide: int, height: float
-) -> None:
-    width, height = max(COLUMN, 1.75 * wide), height * deep + 0.5
+    """A panel a run, or lines of them, all on the same axes; the target class is the filled one."""
+    lines = content.get("lines")
+    panels = [panel for line in lines for panel in line] if lines else content["panels"]
+    wide = len(lines[0]) if lines else min(4, len(panels))
+    deep = -(-len(panels) // wide)
+    width, height = max(COLUMN, 1.75 * wide), (1.4 if lines else 1.65) * deep + 0.5
     figure.set_size_inches(width, height)
     figure.set_layout_engine("none")  # so many panels would take it half a minute
     edges = {"left": 0.5 / width, "right": 1 - 0.1 / width, "hspace": 0.9, "wspace": 0.4}
@@ -390,8 +375,7 @@ def draw_ranks(figure: Figure, content: Content) -> None:
     for place, (name, test) in enumerate(tests.items()):
         colour, marker, size, edge = styles[place]
         ranks, below = [test["rank"][row] for row in order], -1.0 - 0.6 * place
-        levels = range(len(order))
-        axes.plot(ranks, levels, marker, color=colour, ms=size, mew=edge, label=name)
+        axes.plot(ranks, range(len(order)), marker, color=colour, ms=size, mew=edge, label=name)
         best = min(ranks)
         axes.plot([best, best + test["distance"]], [below] * 2, color=colour, marker="|", lw=1.5)
     axes.set_yticks(range(len(order)), [row + "?" * (row in doubted) for row in order])
@@ -405,7 +389,8 @@ def prepare_radar(table: RunTable) -> Content:
     """Accuracy and ECE of each loss as radar plots, a plot a column."""
     plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
     for group in table.groups:
-        error, ece = (tables.mean_value(group, metric) for metric in METRICS)
+        values = (tables.seed_values(group, metric).values() for metric in METRICS)
+        error, ece = (stats.mean(list(numbers)).value for numbers in values)
         plots.setdefault(group.column, {})[group.row] = (error, ece, False)
     if max(map(len, plots.values())) < 3:
         raise ValueError("A radar plot needs three rows at least.")
@@ -440,8 +425,7 @@ def _radar_content(plots: Mapping[str, Mapping[str, tuple[float, float, bool]]])
 def draw_radar(figure: Figure, content: Content) -> None:
     """Spokes are rows; the further accuracy lies outside ECE the better."""
     plots = content["plots"]
-    wide = min(3, len(plots))
-    deep = -(-len(plots) // wide)
+    wide, deep = min(3, len(plots)), -(-len(plots) // 3)
     figure.set_size_inches(max(COLUMN, PAGE * wide / 3), 2.0 * deep + 0.3)
     for place, plot in enumerate(plots):
         axes: Any = figure.add_subplot(deep, wide, place + 1, projection="polar")
@@ -492,7 +476,7 @@ FIGURES: Mapping[str, Drawing] = {
     "entropy": Drawing(prepare_entropy, draw_entropy),
     "agreement": Drawing(prepare_agreement, draw_agreement),
     "logits": Drawing(prepare_logits, draw_logits),
-    "logits_all": Drawing(prepare_logits_all, draw_logits_all),
+    "logits_all": Drawing(prepare_logits_all, draw_logits),
     "penalty": Drawing(prepare_penalty, draw_penalty),
     "radar": Drawing(prepare_radar, draw_radar, published_radar, whole=True),
     "convergence": Drawing(prepare_convergence, draw_convergence),

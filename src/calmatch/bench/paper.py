@@ -59,11 +59,9 @@ def simmatch() -> list[Cell]:
 
 def bam() -> list[Cell]:
     """FixMatch against BaM and against the margin on CIFAR-100."""
-    theirs = SuiteRow(
-        "bam", source="BaM on USB's network: no code is published (docs/paper.md#bam)"
-    )
-    fixmatch = SuiteRow("fixmatch")
-    return _cells("bam", COLUMNS[:2], lambda c: [fixmatch, theirs, _margin("fixmatch", c)])
+    source = "BaM on USB's network: no code is published (docs/paper.md#bam)"
+    rows = [SuiteRow("fixmatch"), SuiteRow("bam", source=source)]
+    return _cells("bam", COLUMNS[:2], lambda c: [*rows, _margin("fixmatch", c)])
 
 
 def where() -> list[Cell]:
@@ -80,11 +78,10 @@ def where() -> list[Cell]:
 def losses() -> list[Cell]:
     """Label smoothing, focal loss or the margin on FreeMatch; ECE, CECE and AECE (radar plots)."""
     source = "its strength is published nowhere (docs/paper.md#the-penalty); the usual one"
-    others = [
-        SuiteRow(f"freematch + {text.partition('(')[0]}", {"unlabelled_loss": text}, source)
-        for text in ("smoothing(alpha=0.1)", "focal(gamma=2)")
-    ]
-    rows = [SuiteRow("freematch"), *others]
+    rows = [SuiteRow("freematch")]
+    for text in ("smoothing(alpha=0.1)", "focal(gamma=2)"):
+        name = f"freematch + {text.partition('(')[0]}"
+        rows.append(SuiteRow(name, {"unlabelled_loss": text}, source))
     return _cells("losses", COLUMNS, lambda c: [*rows, _margin("freematch", c)])
 
 

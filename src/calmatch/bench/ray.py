@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from calmatch.bench import engine
 from calmatch.bench.engine import Job, SuiteProgress
@@ -44,12 +44,8 @@ def run_on_ray(
 ) -> None:
     """Run everything on a Ray cluster; what a lost node worked on goes on elsewhere.
 
-    Args:
-        signals: grows when one arrives.
-        address: of the cluster; none: Ray starts on this machine.
-        per_device: runs that share a GPU; 0: one.
-        env: what runs find in their environment, beside what their node has.
-        every: seconds between two sendings of checkpoints; a lost node costs this at most.
+    `signals` grows when one arrives; without an address Ray starts on this machine; `per_device`
+    runs share a GPU. Checkpoints are sent `every` so many seconds: a lost node costs that at most.
     """
     ray = import_ray()
     ours = not ray.is_initialized()
@@ -111,13 +107,12 @@ class _Queue:
         self.coordinator = remote.remote(folders)
         gpus = self.ray.cluster_resources().get("GPU", 0)
         share = {"num_gpus": 1 / (self.per_device or 1)} if gpus else {}
-        self.work = self.ray.remote(num_cpus=1, max_retries=0, **share)(run_assignment)
+        self.work = self.ray.remote(num_cpus=1, max_retries=0, **share)(run_attempt)
 
     def fill(self) -> None:
         """Hand out every run that nobody here holds; its lock is ours until it ends."""
         for run in list(self.held):
-            job = self.jobs[run]
-            stack = ExitStack()
+            job, stack = self.jobs[run], ExitStack()
             try:
                 stack.enter_context(lock(job.folder))
             except Busy:
@@ -136,8 +131,8 @@ class _Queue:
         self.attempts[run] += 1
         attempt, job = self.attempts[run], self.jobs[run]
         self.ray.get(self.coordinator.expect.remote(run, attempt))
-        assignment = Assignment(run, attempt, job, self.env, self.every)
-        self.running[self.work.remote(self.coordinator, assignment)] = run
+        task = self.work.remote(self.coordinator, run, attempt, job, self.env, self.every)
+        self.running[task] = run
 
     def turn(self, signals: int) -> None:
         """Look at what has ended, what has begun, and whether all shall end."""
@@ -263,19 +258,10 @@ def store_files(folder: Path, files: Mapping[str, bytes], names: Sequence[str]) 
             old.unlink(missing_ok=True)
 
 
-class Assignment(NamedTuple):
-    """One attempt at a run, for a node."""
-
-    run: int
-    attempt: int
-    job: Job  # its folder is the one where the suite was started
-    env: Mapping[str, str]
-    every: float  # seconds between two sendings of checkpoints
-
-
-def run_assignment(coordinator: Any, assignment: Assignment) -> int:
-    """On a node: one attempt at a run in a folder of its own; the exit code."""
-    run, attempt, job, env, every = assignment
+def run_attempt(
+    coordinator: Any, run: int, attempt: int, job: Job, env: Mapping[str, str], every: float
+) -> int:
+    """On a node: one attempt at a run in a folder of its own, not the job's; the exit code."""
 
     def ask(method: str, *values: Any) -> Any:
         # not ray.get: while a task waits in it, Ray gives its core to another

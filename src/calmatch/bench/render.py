@@ -1,9 +1,13 @@
 """Tables as Markdown, LaTeX or HTML: aligned, escaped, the best bold, the second underlined."""
 
-import html
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+
+from calmatch import files
 
 Mark = Literal["", "best", "second"]
 
@@ -99,38 +103,12 @@ def _latex(table: Table) -> str:
 """
 
 
-PAGE_STYLE = (
-    "body{font:15px/1.4 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;margin:.5rem 0;font-variant-numeric:tabular-nums}"
-    "th,td{padding:.2rem .7rem;border-bottom:1px solid #8884;text-align:right;white-space:nowrap}"
-    ".word{text-align:left}div{overflow-x:auto}p{color:#666;max-width:60rem}"
-    "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}p{color:#aaa}}"
-)
-
-
 def html_page(tables: Sequence[Table]) -> str:
     """One HTML page that loads nothing."""
-    body = "\n".join(_html(table) for table in tables)
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Tables</title><style>{PAGE_STYLE}</style>\n<main>\n{body}\n</main></html>\n"
-    )
-
-
-def _html(table: Table) -> str:
-    def line(tag: str, texts: Sequence[str]) -> str:
-        kinds = [' class="word"'] * table.words + [""] * (len(texts) - table.words)
-        cells = zip(kinds, texts, strict=True)
-        return "<tr>" + "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in cells) + "</tr>"
-
-    heads, *rows = _escape_lines(table, html.escape, "<strong>{}</strong>", "<u>{}</u>")
-    body = "\n".join(line("td", row) for row in rows)
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in table.notes)
-    return (
-        f"<h2>{html.escape(table.title)}</h2>\n<div><table><thead>{line('th', heads)}</thead>\n"
-        f"<tbody>{body}</tbody></table></div>\n{notes}"
-    )
+    text = files.read_text(Path(__file__).with_name("tables.html"))
+    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    page: jinja2.Template = jinja2.Template(text, autoescape=True, **blocks)
+    return page.render(tables=tables)
 
 
 RENDERERS: Mapping[str, Callable[[Sequence[Table]], str]] = {

@@ -36,11 +36,9 @@ class Ranks(NamedTuple):
 
 
 def friedman(scores: Mapping[str, Sequence[float]], level: float = 0.95) -> Ranks:
-    """Rank the rows within each setting (ties share the mean rank), then average over settings.
+    """Rank the rows by their scores in each setting, lowest first; then average over settings.
 
-    Args:
-        scores: for each row its score in every setting; lower is better.
-        level: of Nemenyi's distance.
+    Ties share the mean rank; `level` is that of Nemenyi's distance.
     """
     table = np.array(list(scores.values()), dtype=float)  # [rows, settings]
     if table.ndim != 2 or table.shape[0] < 2 or not np.isfinite(table).all():

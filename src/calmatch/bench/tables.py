@@ -86,8 +86,7 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     by_cell: dict[str, list[list[Run]]] = {key: [] for key in cells}
     others: list[list[Run]] = []
     for same in by_key.values():
-        key = config_key(same[0].config, *CHANGED_BY_FLAGS)
-        by_cell.get(key, others).append(same)
+        by_cell.get(config_key(same[0].config, *CHANGED_BY_FLAGS), others).append(same)
     if suite and others:
         notes.append(f"Not of the suite {suite} and left out: {sum(map(len, others))} runs.")
     groups, changes = [], set()
@@ -109,17 +108,12 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     if changes:
         chosen = " (weights chosen on the TEST set)" if "protocol=paper" in changes else ""
         notes.append(f"Not as the suite says: {', '.join(sorted(changes))}{chosen}.")
-    if suite and (missing := _missing_cells(cells.values(), groups)):
-        notes.append(missing)
-    return RunTable(_tell_apart(groups), notes)
-
-
-def _missing_cells(cells: Iterable[paper.Cell], groups: Sequence[Group]) -> str:
-    """Which cells of a suite have no finished run, in words; empty: none."""
     there = {(group.row, group.column) for group in groups}
-    gaps = [f"{c.row} on {c.column}" for c in cells if (c.row, c.column) not in there]
-    more = f" and {len(gaps) - SHOWN_GAPS} more" if len(gaps) > SHOWN_GAPS else ""
-    return f"Not run yet: {', '.join(gaps[:SHOWN_GAPS])}{more}." if gaps else ""
+    gaps = [f"{c.row} on {c.column}" for c in cells.values() if (c.row, c.column) not in there]
+    if suite and gaps:
+        more = f" and {len(gaps) - SHOWN_GAPS} more" if len(gaps) > SHOWN_GAPS else ""
+        notes.append(f"Not run yet: {', '.join(gaps[:SHOWN_GAPS])}{more}.")
+    return RunTable(_tell_apart(groups), notes)
 
 
 def _load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -227,11 +221,6 @@ def _run_value(run: Run, metric: str) -> float | None:
         return None if interval is None else interval.value
     scaled = run.result.temperature_scaled.get(way)
     return None if scaled is None else scaled.ece if name == "ece" else scaled.nll
-
-
-def mean_value(group: Group, metric: str) -> float:
-    """The mean of a quantity over seeds."""
-    return stats.mean(list(seed_values(group, metric).values())).value
 
 
 def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:
@@ -488,9 +477,7 @@ def published_tables(table: RunTable, suite: str) -> list[Table]:
     """
     built = []
     own = {metric for _, _, metric in paper.PUBLISHED_TABLES.get(suite, ())} or set(QUANTITIES)
-    for metric, quantity in QUANTITIES.items():
-        if metric not in own:
-            continue
+    for metric, quantity in [(m, q) for m, q in QUANTITIES.items() if m in own]:
         doubts: list[str] = []
         rows = []
         for row in table.rows:
@@ -545,9 +532,8 @@ def tidy_csv(table: RunTable, *, suite: str = "", compare: bool = False) -> str:
     writer = csv.DictWriter(text, TIDY_FIELDS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for line in _tidy_lines(table, suite if compare else None):
-        numbers = {k: line.get(k) for k in ("value", "sd", "low", "high")}
-        digits = {k: f"{x:.6g}" for k, x in numbers.items() if x is not None}
-        writer.writerow(line | digits)
+        numbers = [key for key in ("value", "sd", "low", "high") if line.get(key) is not None]
+        writer.writerow(line | {key: f"{line[key]:.6g}" for key in numbers})
     return text.getvalue()
 
 
@@ -578,8 +564,7 @@ def _cell_lines(
         best = selected_on_test(run)
         if best and best.get(metric) is not None:
             line = {"kind": "test-selected", "seed": seed, "split_seed": split}
-            value = QUANTITIES[metric].scale * best[metric]
-            yield line | {"step": best["step"], "value": value}
+            yield line | {"step": best["step"], "value": QUANTITIES[metric].scale * best[metric]}
     mean = stats.mean(list(values.values()))
     line = {"kind": "mean", "runs": mean.number, **mean._asdict()}
     cell = None if suite is None else paper.find_published(group.row, group.column, metric, suite)

@@ -334,15 +334,12 @@ class FileSource(Resident):
         self.cached = cached
 
     def chunk(self, number: int) -> Tensor:
-        """uint8 images of chunk `number`."""
         return self.cached.take(self.plan(number))
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        """All images in order."""
         yield from map(self.cached.file.take, self.images.split(size))
 
     def some(self, rows: Tensor) -> FileSource:
-        """Only these rows."""
         return FileSource(self.cached.some(rows))
 
 
@@ -376,14 +373,12 @@ class Stream:
         return images
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        """All images in order."""
         for images in self._load(torch.arange(len(self)).split(size)):
             yield images.to(self.device)
 
     unchanged = batches  # views take images as they are
 
     def some(self, rows: Tensor) -> Stream:
-        """Only these rows."""
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
 
     def _copy_next(self) -> Tensor:

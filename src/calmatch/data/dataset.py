@@ -235,10 +235,8 @@ def _hold_out(images: Tensor | ImageFiles, labels: Tensor, share: float, *rest: 
 def archive(*, name: str, size: int = 0, most: int = 0) -> Dataset:
     """A dataset in one file of JPEG sheets, slightly changed, which research/archive.py makes.
 
-    Args:
-        name: of the file under the data folder's `archive/`, without its ending; or a path.
-        size: pixels to resize to (bilinear); 0: as in the archive.
-        most: training images that are used, the first ones; 0: all.
+    `name` is that of the file under the data folder's `archive/`, without its ending, or a path;
+    `size` the pixels to resize to (bilinear); `most` limits the training images to the first ones.
     """
     path = data_root() / "archive" / f"{Path(name).name}.npz"
     if name.endswith(".npz") and Path(name).is_file():
@@ -328,40 +326,33 @@ def synthetic(
     return _hold_out(pixels.clamp(0, 255).to(torch.uint8), labels, 0.25, names)
 
 
-class Finding(NamedTuple):
-    """A line of the report."""
-
-    what: str
-    value: str
-
-
-def check_dataset(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[Finding]:
-    """Counts, undecodable files, duplicates across the test border, and the split."""
+def check_dataset(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[tuple[str, str]]:
+    """Lines, what and how: counts, undecodable files, test images in training, the split."""
     broken = list(_undecodable(spec.parse(text)))
-    yield Finding("undecodable files", "\n".join([str(len(broken)), *broken[:10]]))
+    yield "undecodable files", "\n".join([str(len(broken)), *broken[:10]])
     if broken:
         return
     dataset = build(text)
-    yield Finding("training pictures", f"{len(dataset.labels):,} {tuple(dataset.images.shape[1:])}")
-    yield Finding("test pictures", f"{len(dataset.test_labels):,}")
+    yield "training pictures", f"{len(dataset.labels):,} {tuple(dataset.images.shape[1:])}"
+    yield "test pictures", f"{len(dataset.test_labels):,}"
     for k, name in enumerate(dataset.classes):
         train, test = (int((y == k).sum()) for y in (dataset.labels, dataset.test_labels))
-        yield Finding(f"class {k} {name}", f"{train:,} training, {test:,} test")
+        yield f"class {k} {name}", f"{train:,} training, {test:,} test"
     if unknown := int((dataset.labels < 0).sum()):
-        yield Finding("without label", f"{unknown:,}")
+        yield "without label", f"{unknown:,}"
     both = (dataset.images, dataset.test_images)
     images, test_images = (take_images(some, torch.arange(len(some))) for some in both)
     for word, search in (("also", _exact_duplicates), ("nearly", _near_duplicates)):
         pairs = search(images, test_images)
         first = ", ".join(f"test {a} = training {b}" for a, b in pairs[:3])
         more = f" ({first}{', ...' if len(pairs) > 3 else ''})" if pairs else ""
-        yield Finding(f"test pictures {word} in training", f"{len(pairs):,}{more}")
+        yield f"test pictures {word} in training", f"{len(pairs):,}{more}"
     number = 0 if dataset.labelled_counts else 4 * len(dataset.classes)
     parts = dataset.split(labels or number, split_seed)
     first = ", ".join(map(str, parts.labelled[:5]))
     known, pool = (len(rows) for rows in parts[:2])
     words = f"{known:,} labelled ({first}, ...), {pool:,} unlabelled"
-    yield Finding(f"split with seed {split_seed}", words)
+    yield f"split with seed {split_seed}", words
 
 
 def _undecodable(item: spec.Spec) -> Iterator[str]:

@@ -270,8 +270,7 @@ def _rows_in_bin(preds: Predictions, rows: Sequence[int], bin: Mapping[str, Any]
     """Up to three wrong and three right example rows of a bin (left, right]."""
     inside = [k for k in rows if bin["left"] < float(preds.confidence[k]) <= bin["right"]]
     wrong = [k for k in inside if not preds.right[k]]
-    right = [k for k in inside if preds.right[k]]
-    return [*wrong[:3], *right[:3]]
+    return [*wrong[:3], *[k for k in inside if preds.right[k]][:3]]
 
 
 def describe_run(run: Run, page: Path) -> dict[str, Any]:

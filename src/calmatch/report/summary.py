@@ -162,18 +162,20 @@ def at_threshold(preds: Predictions, threshold: float) -> dict[str, float] | Non
 
 def confusion_cells(preds: Predictions) -> dict[str, Any]:
     """Images by truth and guess, as non-empty cells; of many classes those with most errors."""
-    classes = preds.probs.shape[1]
-    flat = np.bincount((preds.labels * classes + preds.guess).numpy(), minlength=classes**2)
-    counts = flat.reshape(classes, classes)
-    order = np.arange(classes)
-    if classes > MATRIX:
-        missed = counts.sum(1) + counts.sum(0) - 2 * counts.diagonal()
-        order = np.sort(np.argsort(-missed, kind="stable")[:MATRIX])
+    counts, off = _confusions(preds)
+    order = np.sort(np.argsort(-(off.sum(0) + off.sum(1)), kind="stable")[:MATRIX])
     part = counts[np.ix_(order, order)]
-    off = counts * (1 - np.eye(classes, dtype=counts.dtype))
     pairs = sorted(_cells(off), key=lambda pair: (-pair[2], pair))
     totals = counts.sum(1)[order].tolist()
     return {"order": order.tolist(), "totals": totals, "cells": _cells(part), "pairs": pairs[:100]}
+
+
+def _confusions(preds: Predictions) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Images by truth and guess, and the wrong ones alone: [C, C] each."""
+    classes = preds.probs.shape[1]
+    flat = np.bincount((preds.labels * classes + preds.guess).numpy(), minlength=classes**2)
+    counts = flat.reshape(classes, classes)
+    return counts, counts * (1 - np.eye(classes, dtype=counts.dtype))
 
 
 def _cells(counts: NDArray[np.int64]) -> list[list[int]]:
@@ -183,14 +185,11 @@ def _cells(counts: NDArray[np.int64]) -> list[list[int]]:
 
 def per_class(preds: Predictions) -> list[dict[str, Any]]:
     """Of every class: images, error with interval, confidence, precision, nearest rival."""
-    classes = preds.probs.shape[1]
-    truth, guess, right = preds.labels.numpy(), preds.guess.numpy(), preds.right.numpy()
-    number, guessed = (np.bincount(ids, minlength=classes) for ids in (truth, guess))
-    hits, sure = (np.bincount(truth, v, classes) for v in (right, preds.confidence.numpy()))
-    missed = np.bincount((truth * classes + guess)[right == 0], minlength=classes**2)
-    missed = missed.reshape(classes, classes)
+    counts, missed = _confusions(preds)
+    hits, number, guessed = counts.diagonal(), counts.sum(1), counts.sum(0)
+    sure = np.bincount(preds.labels.numpy(), preds.confidence.numpy(), len(counts))
     rows: list[dict[str, Any]] = []
-    for k in range(classes):
+    for k in range(len(counts)):
         row: dict[str, Any] = {"id": k, "n": int(number[k])}
         if number[k]:
             error = 1 - hits[k] / number[k]
@@ -313,15 +312,11 @@ def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
     if "confusion" not in data:
         return tables
     pairs = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
-    logits = [
-        [
-            names[truth],
-            names[row["of"]] if isinstance(row["of"], int) else "all others",
-            *(f"{row[key]:.1f}" for key in ("mean", "low", "high")),
-        ]
-        for truth, rows in enumerate(data["logits"]["classes"])
-        for row in rows
-    ]
+    logits = []
+    for truth, rows in enumerate(data["logits"]["classes"]):
+        for row in rows:
+            of = names[row["of"]] if isinstance(row["of"], int) else "all others"
+            logits.append([names[truth], of, *(f"{row[k]:.1f}" for k in ("mean", "low", "high"))])
     return tables | {
         "confusion": {"head": ["truth", "taken for", "pictures"], "rows": pairs},
         "logits": {"head": ["truth", "logit of", "mean", "5 % below", "5 % above"], "rows": logits},
