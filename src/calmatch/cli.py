@@ -60,15 +60,6 @@ def _parse(options: str, words: list[str], command: str, **default: Any) -> Any:
     return values
 
 
-def _demo(options: opts.DemoOptions) -> None:
-    """Ten runs in a minute: a network that is surer than it is right, and what mends it."""
-    from calmatch.demo import demo
-
-    if options.pairs < 1 or options.seed < 0:
-        raise ValueError("--pairs must be at least 1 and --seed at least 0.")
-    demo(options)
-
-
 def _fit(options: opts.FitOptions) -> None:
     """Own pictures: class folders (+ unlabelled/), or a folder and a CSV of a few labels."""
     from calmatch.fit import fit
@@ -77,13 +68,6 @@ def _fit(options: opts.FitOptions) -> None:
     run = fit(options, BEGAN)
     if not (run.folder / "report.html").exists():
         build([run], run.folder / "report.html")
-
-
-def _label(options: opts.LabelOptions) -> None:
-    """Pictures in the browser: the labels that teach most, asked for one by one."""
-    from calmatch.web.label import label
-
-    label(options)
 
 
 def _train(words: list[str]) -> None:
@@ -222,13 +206,6 @@ def _export(options: opts.ExportOptions) -> None:
         print(f"Exported: {path}")
 
 
-def _serve(options: opts.ServeOptions) -> None:
-    """A model over HTTP: POST a picture, get label, probabilities, set, sure; and a page."""
-    from calmatch.web.serve import serve
-
-    serve(options)
-
-
 def _push(options: opts.PushOptions) -> None:
     """A run's model onto the Hugging Face Hub, with a card made from the run."""
     from calmatch.hub import push
@@ -247,13 +224,6 @@ def _bench(words: list[str]) -> None:
     run_suite(options)
 
 
-def _table(options: opts.TableOptions) -> None:
-    """Error / ECE tables of run folders, ranks and paired tests: calmatch table RUNS ..."""
-    from calmatch.bench import table_command
-
-    table_command(options)
-
-
 def _figure(words: list[str]) -> None:
     """A figure of the paper: calmatch figure NAME RUNS ..."""
     if words and words[0] not in ("-h", "--help"):
@@ -266,13 +236,6 @@ def _figure(words: list[str]) -> None:
     print("usage: calmatch figure NAME [RUNS ...] [-o FILE.svg|.pdf|.png]\n")
     print("\n".join(f"  {name:<12} {item.line}" for name, item in FIGURES.items()))
     print("\ncalmatch figure NAME --help says more.")
-
-
-def _replay(options: opts.ReplayOptions) -> None:
-    """A run again: the same byte for byte, or how far away; RUN/fault: a step that went wrong."""
-    from calmatch.training.replay import replay_command
-
-    replay_command(options)
 
 
 def _datasets(words: list[str]) -> None:
@@ -313,6 +276,16 @@ def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
     return show
 
 
+def _calling(module: str, function: str, line: str) -> Callable[[Any], None]:
+    """A command that is one function of the options, in a module that is loaded by then."""
+
+    def run(options: Any) -> None:
+        getattr(importlib.import_module(f"calmatch.{module}"), function)(options)
+
+    run.__doc__ = line
+    return run
+
+
 def _print_list(module: str, table: str) -> None:
     entries = getattr(importlib.import_module(module), table)
     width = max(map(len, entries))
@@ -322,22 +295,27 @@ def _print_list(module: str, table: str) -> None:
         print(f"{name:<{width}}  {line}")
 
 
+DEMO = "Ten runs in a minute: a network that is surer than it is right, and what mends it."
+LABEL = "Pictures in the browser: the labels that teach most, asked for one by one."
+SERVE = "A model over HTTP: POST a picture, get label, probabilities, set, sure; and a page."
+TABLE = "Error / ECE tables of run folders, ranks and paired tests: calmatch table RUNS ..."
+REPLAY = "A run again: the same byte for byte, or how far away; RUN/fault: a step that went wrong."
 # each command with the class of its options; without one it reads the words itself
 COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "demo": (_demo, "DemoOptions"),
+    "demo": (_calling("demo", "demo", DEMO), "DemoOptions"),
     "fit": (_fit, "FitOptions"),
-    "label": (_label, "LabelOptions"),
+    "label": (_calling("web.label", "label", LABEL), "LabelOptions"),
     "train": (_train, ""),
     "evaluate": (_evaluate, "EvaluateOptions"),
     "report": (_report, "ReportOptions"),
     "predict": (_predict, "PredictOptions"),
     "export": (_export, "ExportOptions"),
-    "serve": (_serve, "ServeOptions"),
+    "serve": (_calling("web.serve", "serve", SERVE), "ServeOptions"),
     "push": (_push, "PushOptions"),
     "bench": (_bench, ""),
-    "table": (_table, "TableOptions"),
+    "table": (_calling("bench", "table_command", TABLE), "TableOptions"),
     "figure": (_figure, ""),
-    "replay": (_replay, "ReplayOptions"),
+    "replay": (_calling("training.replay", "replay_command", REPLAY), "ReplayOptions"),
     "methods": (_listing("methods", "calmatch.methods", "METHODS"), ""),
     "datasets": (_datasets, ""),
     "nets": (_nets, ""),

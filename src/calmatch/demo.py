@@ -21,12 +21,12 @@ PENALTIES = {"freematch": "", "freematch + margin": "margin(m=4)"}
 
 def demo(options: DemoOptions) -> None:
     """The same label splits with and without the margin: a table, a picture, a sentence."""
+    if options.pairs < 1 or options.seed < 0:
+        raise ValueError("--pairs must be at least 1 and --seed at least 0.")
     seeds = range(options.seed, options.seed + options.pairs)
-    words = (
-        f"{2 * len(seeds)} runs of FreeMatch on scikit-learn's digits made hard (noise, 2 labels "
-    )
-    words += f"a class):\n{len(seeds)} label splits, each learned from without and with the margin."
-    message(words, options.quiet)
+    runs_of = f"{2 * len(seeds)} runs of FreeMatch on scikit-learn's digits made hard"
+    splits = f"{len(seeds)} label splits, each learned from without and with the margin."
+    message(f"{runs_of} (noise, 2 labels a class):\n{splits}", options.quiet)
     jobs: dict[str, list[Job]] = {row: [] for row in PENALTIES}
     for row, penalty in PENALTIES.items():
         for seed in seeds:

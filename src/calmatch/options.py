@@ -144,22 +144,19 @@ def hub_answers(seconds: float = 2.0) -> bool:
 class LabelOptions:
     """A page that asks for the labels which teach most; every answer is saved at once."""
 
+    # A folder of pictures, and those in it.
     pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
-    """A folder of pictures, and those in it."""
+    # Where answers go, as `fit --labels` reads them; what is there is continued.
     labels: Path = Path("labels.csv")
-    """Where answers go, as `fit --labels` reads them; what is there is continued."""
+    # A run folder made by fit: the pictures it would label next are asked for first.
     first: Path | None = None
-    """A run folder made by fit: the pictures it would label next are asked for first."""
+    # The network whose features tell what is alike; unset: as fit chooses.
     net: str | None = None
-    """The network whose features tell what is alike; unset: as fit chooses."""
-    port: int = 8765
-    """Of the page; another one where this is taken."""
+    port: int = 8765  # Of the page; another one where this is taken.
+    # Print the address and open nothing.
     no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print the address and open nothing."""
-    device: str = "auto"
-    """cuda, mps, cpu, or auto."""
-    quiet: bool = False
-    """No progress; only the address, and what was saved."""
+    device: str = "auto"  # cuda, mps, cpu, or auto.
+    quiet: bool = False  # No progress; only the address, and what was saved.
 
 
 @dataclass
