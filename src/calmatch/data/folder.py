@@ -69,7 +69,13 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
         strict: a file that would be skipped is an error.
     """
     names, skipped = list_images(root, strict)
-    known, notes = _by_folder(root, names) if csv is None else _by_csv(csv, names)
+    if csv is None:
+        known, notes = _by_folder(root, names)
+    else:
+        rows = read_labels(csv, names)
+        known = match_labels(rows, names, csv)
+        twice = len(rows) - len(known)
+        notes = [f"{csv} names {twice} pictures more than once, alike."] if twice else []
     classes = _order_classes(known.values())
     for name in classes:
         if not 0 < len(name) <= LONGEST_NAME or name.encode(errors="ignore").decode() != name:
@@ -122,13 +128,6 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
     loose = len(names) - len(nested)
     note = f"{loose} pictures lie in {root} itself: they count as unlabelled."
     return known, [note] if loose else []
-
-
-def _by_csv(csv: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
-    rows = read_labels(csv, names)
-    known = match_labels(rows, names, csv)
-    twice = len(rows) - len(known)
-    return known, [f"{csv} names {twice} pictures more than once, alike."] if twice else []
 
 
 def _order_classes(labels: Iterable[str]) -> tuple[str, ...]:
@@ -282,15 +281,14 @@ def own_images(
     images, folder = decode_folder(folder, size, strict)
     rows = arrange_rows(folder, hold, most, seed)
     y = torch.tensor(folder.labels)
-    own = y[rows.train]
-    counts = tuple(int((own == k).sum()) for k in range(len(folder.classes)))
+    counts = folder.some(rows.train).counts
     if 0 in counts:
         name = folder.classes[counts.index(0)]
         raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
     test = rows.held or [k for k in rows.train if folder.labels[k] >= 0]
     channels = (mean, std) if mean and std else _statistics(images, rows.train)
-    train_images, test_images = images.some(rows.train), images.some(test)
-    return Dataset(train_images, own, test_images, y[test], folder.classes, *channels, counts)
+    train = (images.some(rows.train), y[rows.train])
+    return Dataset(*train, images.some(test), y[test], folder.classes, *channels, counts)
 
 
 def _statistics(images: CachedImages | ImageFiles, rows: list[int]) -> tuple[Any, Any]:
@@ -356,13 +354,14 @@ def _find_columns(cells: list[str], path: Path) -> tuple[int, int]:
             if names.count(name) > 1:
                 raise ValueError(f"{path}, row 1: the header names the column {name!r} twice.")
         return names.index("file"), names.index("label")
-    wrong = f"the first line must be file,label, not {','.join(cells)[:60]!r}."
     for mark, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if len(names) == 1 and mark in names[0]:
-            wrong = f"its columns are separated by {word}; save it with commas, "
-            wrong += "so that the first line is file,label."
-            break
-    raise ValueError(f"{path}, row 1: {wrong}")
+            raise ValueError(
+                f"{path}, row 1: its columns are separated by {word}; save it with commas, so that "
+                f"the first line is file,label."
+            )
+    first = ",".join(cells)[:60]
+    raise ValueError(f"{path}, row 1: the first line must be file,label, not {first!r}.")
 
 
 def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,17 +85,14 @@ class ImageFiles:
 
     def image(self, place: int) -> Pixels:
         """uint8 [3, size, size]; a ValueError names a file that cannot be decoded."""
+        name = self.names[place]
         try:
-            with _file_room.hold(self._bytes(place)):
+            archive = _open_zip(self.root, os.getpid()) if is_zip(self.root) else None
+            size = archive.getinfo(name).file_size if archive else (self.root / name).stat().st_size
+            with _file_room.hold(size):
                 return decode(self.data(place), self.size, self.squash)
         except BROKEN as error:
-            why = files.reason(error)
-            raise ValueError(f"{self.names[place]} cannot be decoded: {why}.") from error
-
-    def _bytes(self, place: int) -> int:
-        if is_zip(self.root):
-            return _open_zip(self.root, os.getpid()).getinfo(self.names[place]).file_size
-        return (self.root / self.names[place]).stat().st_size
+            raise ValueError(f"{name} cannot be decoded: {files.reason(error)}.") from error
 
     def take(self, rows: Sequence[int]) -> Tensor:
         if not rows:
@@ -103,8 +100,7 @@ class ImageFiles:
         return torch.from_numpy(np.stack([self.image(row) for row in rows]))
 
     def some(self, rows: Sequence[int]) -> ImageFiles:
-        names = tuple(self.names[row] for row in rows)
-        return ImageFiles(self.root, names, self.size, self.squash)
+        return replace(self, names=tuple(self.names[row] for row in rows))
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class CachedImages:
         return self.file.take(self.rows[rows])
 
     def some(self, rows: Sequence[int] | Tensor) -> CachedImages:
-        return CachedImages(self.file, self.rows[rows], self.key)
+        return replace(self, rows=self.rows[rows])
 
 
 Images = Tensor | ImageFiles | CachedImages
@@ -141,9 +137,7 @@ class Skipped(NamedTuple):
 
 def take_images(images: Images, rows: Tensor) -> Tensor:
     """Some images as one tensor."""
-    if isinstance(images, ImageFiles):
-        return images.take(rows.tolist())
-    return images.take(rows) if isinstance(images, CachedImages) else images[rows]
+    return images[rows] if isinstance(images, Tensor) else images.take(rows.tolist())
 
 
 def is_zip(path: Path) -> bool:
@@ -206,8 +200,7 @@ def preview(data: bytes, side: int) -> Image.Image:
     """An image for a person: upright, in plain colours, no side longer than so many pixels."""
     image = open_image(data)
     image.draft("RGB", (side, side))
-    with _pixel_room.hold(PIXEL * image.width * image.height), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with _pixel_room.hold(PIXEL * image.width * image.height):
         ImageOps.exif_transpose(image, in_place=True)
         plain = _plain_colours(image)
         plain.thumbnail((side, side))
@@ -278,15 +271,15 @@ def square_image(image: Image.Image, size: int, squash: bool = False) -> Pixels:
     """The middle of an RGB image whose shorter side is made `size` pixels, or all of it."""
     if squash:
         image = image.resize((size, size), Image.Resampling.BICUBIC)
-        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
-    longest = 4 * min(image.size)  # the ends of a strip go first, or resizing made it gigantic
-    if max(image.size) > longest:
-        image = _crop_centre(image, min(image.width, longest), min(image.height, longest))
-    scale = size / min(image.size)
-    if scale != 1:
+    else:
+        longest = 4 * min(image.size)  # the ends of a strip go first, or resizing made it gigantic
+        if max(image.size) > longest:
+            image = _crop_centre(image, min(image.width, longest), min(image.height, longest))
+        scale = size / min(image.size)
         wide, high = (max(size, round(side * scale)) for side in image.size)
-        image = image.resize((wide, high), Image.Resampling.BILINEAR)
-    return np.ascontiguousarray(np.asarray(_crop_centre(image, size, size)).transpose(2, 0, 1))
+        image = image.resize((wide, high), Image.Resampling.BILINEAR)  # a copy if of that size
+        image = _crop_centre(image, size, size)
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
 
 def _crop_centre(image: Image.Image, wide: int, high: int) -> Image.Image:
@@ -378,7 +371,8 @@ def compute_ordered(
     are the threads; 0: one for each core.
     """
     before, alone = torch.get_num_threads(), device.type == "cpu"
-    number = workers or (min(before, 8) if alone else _count_cores())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    number = workers or (min(before, 8) if alone else cores or 1)
     share = max(1, before // number)  # of a CPU; OMP_NUM_THREADS is obeyed
 
     def work(item: X) -> Any:
@@ -399,13 +393,6 @@ def compute_ordered(
 
     pool = ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(share,))
     yield from results() if alone else map(compute, results())
-
-
-def _count_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def stamp_files(listed: ImageFiles) -> str:
@@ -506,11 +493,7 @@ def release_pages(pages: mmap.mmap) -> None:
 def cached_array(
     key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None], dtype: Any = np.uint8
 ) -> MappedArray:
-    """The array of this key, filled on first use.
-
-    It is written under another name and renamed when whole, so an interrupted build is never
-    mistaken for a finished one, and two processes that build the same array do not clash.
-    """
+    """The array of this key, filled on first use; no other process ever sees half of it."""
     path = cache_folder() / f"{key}.npy"
     with contextlib.suppress(Exception):  # missing, or damaged in whatever way numpy finds
         array = open_array(path, shape, dtype)
