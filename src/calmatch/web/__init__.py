@@ -97,15 +97,14 @@ class Guard:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.limit:
             return 413, f"A request may hold {self.limit:,} bytes at most."
-        if self.token is None:
-            return 0, ""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         offers = (
             request.query_params.get("token", ""),
             bearer if scheme.lower() == "bearer" else "",
             request.cookies.get(self.cookie, ""),
         )
-        if any(secrets.compare_digest(offer.encode(), self.token.encode()) for offer in offers):
+        token = self.token and self.token.encode()
+        if not token or any(secrets.compare_digest(offer.encode(), token) for offer in offers):
             return 0, ""
         return 401, "The token is missing or wrong: open the address that calmatch printed."
 
@@ -114,17 +113,12 @@ def listen(host: str, port: int) -> socket.socket:
     """A bound socket; another port where the wanted one is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for wanted in (port, 0):
-        place = socket.socket(family, socket.SOCK_STREAM)
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            place.bind((host, wanted))
+        try:  # whoever comes from now on waits until the server runs
+            return socket.create_server((host, wanted), family=family, backlog=2048)
         except OSError as error:
-            place.close()
             if not wanted:
-                raise ValueError(f"Cannot listen on {host}: {error.strerror}.") from error
-            continue
-        place.listen(2048)  # whoever comes from now on waits until the server runs
-        return place
+                why = str(error.strerror).partition(" (while")[0]  # the address is in our sentence
+                raise ValueError(f"Cannot listen on {host}: {why}.") from error
     raise AssertionError
 
 

@@ -14,7 +14,7 @@ import unicodedata
 import webbrowser
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,8 @@ def label(options: LabelOptions) -> None:
         if not options.no_browser:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         try:
-            run(app, place)
-        except KeyboardInterrupt:
-            pass
+            with suppress(KeyboardInterrupt):
+                run(app, place)
         finally:
             session.close()
             print(answers.saved(), flush=True)
@@ -211,9 +210,8 @@ def prepare(
         raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
     features = portfolio.compute_features(extractor, pixels, options.quiet)
     spaces = portfolio.Embedding.fit(features).spaces(features)
-    return Session(
-        options.pictures, own.names, answers, spaces, len(names), first, [*skipped, *own.skipped]
-    )
+    skipped += own.skipped
+    return Session(options.pictures, own.names, answers, spaces, len(names), first, skipped)
 
 
 class Session:
@@ -298,8 +296,7 @@ class Session:
         if self.model is not None:  # as uncalibrated as when it was proved
             own = self.model[0].weights
             probs = portfolio.softmax(self.teachers.inputs @ own[:-1] + own[-1])
-        chosen: list[int] = self.questions.next(gone, probs, AHEAD).rows.tolist()
-        return chosen
+        return list(self.questions.next(gone, probs, AHEAD).rows.tolist())
 
     def question(self) -> int | None:
         """The next picture to ask for; those put off come last."""
@@ -334,9 +331,8 @@ class Session:
         else:
             raise ValueError("Label pictures of two classes first.")
         self.wake.set()
-        return self.state() | {
-            "undone": [self.show(self.place[n]) for n in changed if n in self.place]
-        }
+        undone = [self.show(self.place[name]) for name in changed if name in self.place]
+        return self.state() | {"undone": undone}
 
     def _row(self, value: Any) -> int:
         if type(value) is not int or not 0 <= value < len(self.names):
@@ -359,13 +355,12 @@ class Session:
         with self.answers.lock:
             counts, row = self.answers.counts(), self.question()
             classes = [{"name": name, "count": counts[name]} for name in self.answers.classes]
-            answered = len(self.rows())
             return {
                 "key": self.key,
                 "version": self.answers.version,
                 "file": str(self.answers.path),
                 "labels": sum(counts.values()),
-                "answered": answered,
+                "answered": len(self.rows()),
                 "pictures": len(self.names),
                 "whole": self.whole,
                 "undoable": len(self.answers.log),
@@ -415,9 +410,8 @@ class Session:
         if self.model is not None:
             alike = alike * (self.model[2] @ self.model[2][row])
         rows, order = self.rows(), np.argsort(-alike, kind="stable").tolist()
-        return [self.show(k) for k in [row, *(k for k in order if k != row)] if k not in rows][
-            :GROUP
-        ]
+        near = [k for k in dict.fromkeys([row, *order]) if k not in rows]
+        return [self.show(k) for k in near[:GROUP]]
 
     def labelled(self, start: int) -> list[dict[str, Any]]:
         """A page of what has been answered, the newest first."""
@@ -448,10 +442,11 @@ def read_answer(value: Any) -> Answer | None:
     """From JSON."""
     if value is None:
         return None
-    if isinstance(value, list) and len(value) == 2 and value[0] == "label":
-        return "label", clean_name(value[1])
-    if isinstance(value, list) and len(value) == 2 and value[0] in OTHER:
-        return str(value[0]), ""
+    match value:
+        case ["label", name]:
+            return "label", clean_name(name)
+        case [("none" | "unsure") as kind, _]:
+            return kind, ""
     raise ValueError("An answer is a label, none, unsure, or nothing.")
 
 
@@ -478,9 +473,7 @@ class Fit:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
+        self.lines.extend(map(str.rstrip, self.process.stdout or ()))
 
     def describe(self) -> dict[str, Any]:
         """How far it is."""
@@ -518,9 +511,8 @@ def routes(session: Session) -> list[Any]:
         try:
             if not 0 <= row < len(session.names):
                 raise ValueError("there is no such picture")
-            content, kind = session.picture(
-                row, SMALL if "small" in request.query_params else SHOWN
-            )
+            side = SMALL if "small" in request.query_params else SHOWN
+            content, kind = session.picture(row, side)
         except stored.BROKEN as error:
             return JSONResponse({"error": f"It cannot be shown: {files.reason(error)}."}, 404)
         kept = {"cache-control": "private, max-age=3600"}

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -46,15 +46,8 @@ def serve(options: ServeOptions) -> None:
     # whoever knows the token may ask by any name that the machine has
     token = None if near else os.environ.get("CALMATCH_TOKEN") or secrets.token_urlsafe(16)
     service = Service(model, options)
-    limit = int(options.megabytes * 1e6)
-    app = build_app(
-        service.routes(),
-        place,
-        token=token,
-        limit=limit,
-        hosts=LOOPBACK if near else None,
-        lifespan=service.lifespan,
-    )
+    names: Any = {"hosts": LOOPBACK if near else None, "lifespan": service.lifespan}
+    app = build_app(service.routes(), place, token=token, limit=service.limit, **names)
     host = socket.gethostname() if options.host in ("0.0.0.0", "::") else options.host
     address = f"http://{f'[{host}]' if ':' in host else host}:{place.getsockname()[1]}/"
     header = f"-H 'Authorization: Bearer {token}' " if token else ""
@@ -223,14 +216,12 @@ class Service:
     def metrics(self) -> str:
         """Counters in Prometheus' text format; a mean confidence that sinks says: new pictures."""
         name, answers = "calmatch_request_seconds", self.statuses[200]
-        by_status: dict[str, float] = {
-            f'{{status="{k}"}}': n for k, n in sorted(self.statuses.items())
-        }
+        by_status = {f'{{status="{k}"}}': n for k, n in sorted(self.statuses.items())}
         total = sum(self.statuses.values())
         slots = zip([*map(str, SECONDS), "+Inf"], [*self.slots, total], strict=True)
         times: dict[str, float] = {f'_bucket{{le="{most}"}}': n for most, n in slots}
         times |= {"_sum": self.seconds, "_count": total}
-        tables: list[tuple[str, str, str, dict[str, float]]] = [
+        tables: list[tuple[str, str, str, Mapping[str, float]]] = [
             ("calmatch_requests_total", "counter", "Requests, by HTTP status.", by_status),
             (name, "histogram", "Seconds from the request to its answer.", times),
             ("calmatch_batches_total", "counter", "Calls of the network.", {"": self.batches}),
