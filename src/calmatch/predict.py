@@ -23,8 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from calmatch import console, files, nets
-from calmatch.data import labelfiles
-from calmatch.data.folder import match_labels, read_folder, read_labels
 from calmatch.data.images import (
     SUFFIXES,
     ImageFiles,
@@ -44,9 +42,6 @@ TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
 ROW_GROUP = 16_384  # rows of one Parquet row group
 RAY_BATCH = 256  # images that a worker of Ray's is sent at once
 RAY_BLOCKS = 1000  # pieces of work that Ray keeps track of
-
-
-Decoded = tuple[list[str], list[Skipped], list[Any]]
 
 
 class Answered(NamedTuple):
@@ -85,18 +80,8 @@ def predict(
 ) -> Counts:
     """Write a table of answers (file, label, confidence, set, sure), .csv or .parquet.
 
-    Args:
-        model: from `calmatch.load_model`.
-        images: a folder (and those in it), a .zip, or one file.
-        out: the table; it appears when it is whole.
-        batch: images computed together; 0: as many as suit the device.
-        workers: threads that decode, and on a CPU compute; 0: one for each core.
-        strict: stop at a file that cannot be decoded, instead of skipping it.
-        engine: `local`, or `ray` for a cluster whose nodes all see `images`.
-        address: of the Ray cluster; by default one is started here.
-        format: another program's file instead of a table, see `labelfiles.FORMATS`.
-        probs: also a column `p(NAME)` for each class.
-        quiet: no progress bar and no lines.
+    `images` is a folder (and those in it), a .zip, or one file; the table appears when it is whole.
+    The other settings are those of `calmatch predict`, see `options.PredictOptions`.
     """
     if batch < 0 or workers < 0:
         raise ValueError("--batch and --workers must be at least 0.")
@@ -113,8 +98,7 @@ def predict(
         rows = predict_locally(model, source, batch, workers, probs)
     answered = sure = skipped = 0
     bar = console.ProgressBar("Pictures", total, 0, quiet, "pictures")
-    origin = labelfiles.Origin(source.root, model.version)
-    with open_table(out, format, origin, classes) as table, bar:
+    with open_table(out, classes, format, (source.root, model.version)) as table, bar:
         for row in rows:
             bar.advance(1)
             if isinstance(row, Answered):
@@ -199,11 +183,10 @@ def predict_locally(
 ) -> Iterator[Answered | Skipped]:
     """Rows of all images, a batch at a time."""
 
-    def read(chunk: tuple[list[str], list[Skipped]]) -> Decoded:
-        names, skipped = chunk
-        return names, skipped, [decode_one(source.root, name, model) for name in names]
+    def read(chunk: tuple[list[str], list[Skipped]]) -> Any:
+        return *chunk, [decode_one(source.root, name, model) for name in chunk[0]]
 
-    def answer(chunk: Decoded) -> list[Answered | Skipped]:
+    def answer(chunk: Any) -> list[Answered | Skipped]:
         names, skipped, decoded = chunk
         return [*skipped, *answer_chunk(model, names, decoded, probs)]
 
@@ -239,17 +222,22 @@ def answer_chunk(
 @contextmanager
 def open_table(
     out: Path,
-    format: str | None = None,
-    origin: labelfiles.Origin | None = None,
     classes: Sequence[str] = (),
+    format: str | None = None,
+    origin: tuple[Path, str] = (Path(), ""),
 ) -> Iterator[Table]:
-    """A table that appears under its name when the block ends well."""
+    """A table that appears under its name when the block ends well.
+
+    Another program's `format` also says where the images lie, and the model's version.
+    """
     kinds: dict[str, Callable[[Path], AbstractContextManager[WriteRow]]]
     more = tuple(f"p({valid_text(name)})" for name in classes)
     kinds = {".csv": partial(_open_csv, more), ".parquet": partial(_open_parquet, more)}
-    if format is not None and origin is not None:
-        ending, opened = labelfiles.FORMATS[format]
-        kinds = {ending: lambda path: opened(path, origin)}
+    if format is not None:
+        from calmatch.data.labelfiles import FORMATS
+
+        ending, opened = FORMATS[format]
+        kinds = {ending: lambda path: opened(path, *origin)}
     elif out.suffix == ".json":
         raise ValueError(f"{out}: for which program? Add --format label-studio or fiftyone.")
     if out.suffix not in kinds:
@@ -366,6 +354,8 @@ def check_images(
 ) -> Checked:
     """A model's predictions of labelled images: class folders, or any folder and a label file."""
     if labels is None:
+        from calmatch.data.folder import read_folder
+
         own = read_folder(images)
         truth = {n: own.classes[k] for n, k in zip(own.names, own.labels, strict=True) if k >= 0}
     else:
@@ -375,8 +365,8 @@ def check_images(
         known = ", ".join(model.classes[:20])
         raise ValueError(f"The model does not know {strange[0]!r}, only: {known}.")
     source = ImageSource(images, frozenset(truth))
-    rows, bar = [], console.ProgressBar("Pictures", len(truth), 0, quiet, "pictures")
-    with bar:
+    rows = []
+    with console.ProgressBar("Pictures", len(truth), 0, quiet, "pictures") as bar:
         for row in predict_locally(model, source, 0, 0, probs=True):
             bar.advance(1)
             if isinstance(row, Answered):
@@ -411,6 +401,8 @@ def check_table(path: Path, labels: Path) -> Checked:
 
 def _read_truth(path: Path, names: Sequence[str]) -> dict[str, str]:
     """Labels of these files; those of others do not matter, unless there is nothing else."""
+    from calmatch.data.folder import match_labels, read_labels
+
     rows, here = read_labels(path, names), set(names)
     truth = match_labels([row for row in rows if row.file in here] or rows, names, path)
     if not truth:
@@ -457,7 +449,10 @@ def predict_on_ray(
     mine = not ray.is_initialized()
     if mine:
         try:
-            _knock(address)
+            host, _, port = (address or "").rpartition(":")
+            if host and port.isdecimal() and "/" not in host:  # not "auto" nor "ray://..."
+                # Ray itself takes minutes to find that nobody answers
+                socket.create_connection((host, int(port)), timeout=10).close()
             start_ray(ray, address, logging.ERROR)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
@@ -478,13 +473,6 @@ def _import_ray() -> Any:
         raise ValueError("--engine ray needs an extra: pip install 'calmatch[ray]'.") from error
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     return ray
-
-
-def _knock(address: str | None) -> None:
-    """Ray itself takes minutes to find that nobody answers."""
-    host, _, port = (address or "").rpartition(":")
-    if host and port.isdecimal() and "/" not in host:  # "auto" and "ray://..." are Ray's business
-        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def start_ray(ray: Any, address: str | None, level: Any) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from calmatch.data.images import SUFFIXES
 
-WRONG = (KeyError, TypeError, AttributeError, ValueError, LookupError)  # what odd entries raise
+WRONG = (TypeError, AttributeError, ValueError, LookupError)  # what odd entries raise
 HOME_VARIABLE = "LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT"  # where its addresses begin
 # classes of camera traps that are no species, and what Camtrap DP calls them
 NO_SPECIES = {"blank": "blank", "empty": "blank", "human": "human", "person": "human"}
@@ -151,22 +151,15 @@ def _find_by_end(names: Iterable[str]) -> Callable[[str], str]:
     return find
 
 
-class Origin(NamedTuple):
-    """Where predictions come from: the folder of the images, and the model's version."""
-
-    root: Path
-    version: str
-
-
 WriteRow = Callable[[Any], None]  # takes an answer: file, label, confidence, set, sure
 
 
 @contextmanager
-def _write_label_studio(path: Path, origin: Origin) -> Iterator[WriteRow]:
+def _write_label_studio(path: Path, root: Path, version: str) -> Iterator[WriteRow]:
     """Tasks with predictions for import, the least confident first: their labels teach most."""
     rows: list[Any] = []
     yield rows.append
-    root = origin.root.resolve()
+    root = root.resolve()
     home = Path(os.environ.get(HOME_VARIABLE) or root.parent).resolve()
     if not root.is_relative_to(home):
         raise ValueError(f"{root} is not below {HOME_VARIABLE}, {home}.")
@@ -175,7 +168,7 @@ def _write_label_studio(path: Path, origin: Origin) -> Iterator[WriteRow]:
         for number, row in enumerate(sorted(rows, key=lambda row: float(row.confidence))):
             choice = {"from_name": "choice", "to_name": "image", "type": "choices"}
             guess = {
-                "model_version": origin.version,
+                "model_version": version,
                 "score": round(row.confidence, 6),
                 "result": [choice | {"value": {"choices": [row.label]}}],
             }
@@ -187,12 +180,12 @@ def _write_label_studio(path: Path, origin: Origin) -> Iterator[WriteRow]:
 
 
 @contextmanager
-def _write_fiftyone(path: Path, origin: Origin) -> Iterator[WriteRow]:
+def _write_fiftyone(path: Path, root: Path, version: str) -> Iterator[WriteRow]:
     """labels.json of a FiftyOneImageClassificationDataset whose data_path is the folder."""
     labels: dict[str, Any] = {}
 
     def write(row: Any) -> None:
-        extra = {"set": list(row.set), "sure": row.sure, "model_version": origin.version}
+        extra = {"set": list(row.set), "sure": row.sure, "model_version": version}
         entry = {"label": row.label, "confidence": row.confidence, "attributes": extra}
         labels[row.file.rpartition(".")[0]] = entry
 
@@ -201,7 +194,7 @@ def _write_fiftyone(path: Path, origin: Origin) -> Iterator[WriteRow]:
 
 
 @contextmanager
-def _write_camera_trap(path: Path, origin: Origin) -> Iterator[WriteRow]:
+def _write_camera_trap(path: Path, root: Path, version: str) -> Iterator[WriteRow]:
     """observations.csv of a Camtrap DP; the times of events are in its media table."""
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
@@ -211,15 +204,15 @@ def _write_camera_trap(path: Path, origin: Origin) -> Iterator[WriteRow]:
         def write(row: Any) -> None:
             kind = NO_SPECIES.get(row.label.casefold(), "animal")
             deployment = row.file.partition("/")[0] if "/" in row.file else ""
-            cells = [f"{origin.version}:{row.file}", deployment, row.file, "", "", "media", kind]
-            cells += [row.label if kind == "animal" else "", "machine", origin.version, now]
+            cells = [f"{version}:{row.file}", deployment, row.file, "", "", "media", kind]
+            cells += [row.label if kind == "animal" else "", "machine", version, now]
             table.writerow([*cells, f"{row.confidence:.6f}", "sure" if row.sure else "not sure"])
 
         yield write
 
 
 # what `predict --format` writes, and how the file's name must end
-FORMATS: dict[str, tuple[str, Callable[[Path, Origin], AbstractContextManager[WriteRow]]]] = {
+FORMATS: dict[str, tuple[str, Callable[[Path, Path, str], AbstractContextManager[WriteRow]]]] = {
     "label-studio": (".json", _write_label_studio),
     "fiftyone": (".json", _write_fiftyone),
     "camera-trap": (".csv", _write_camera_trap),
