@@ -375,8 +375,7 @@ def check_images(
                 console.message(f"Skipped {valid_text(row.file)}: {row.reason}", quiet)
     if not rows:
         raise ValueError(f"No labelled picture in {images} can be decoded.")
-    answers = [(row.file, row.label, row.confidence, row.probs) for row in rows]
-    return _check(answers, truth, model.classes)
+    return _check([(r.file, r.label, r.confidence, r.probs) for r in rows], truth, model.classes)
 
 
 def check_table(path: Path, labels: Path) -> Checked:
