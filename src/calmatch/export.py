@@ -91,10 +91,10 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
 def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
     """Refuse a file whose probabilities differ from the model's, for one image or several."""
     run = (_run_onnx if to == "onnx" else _run_pt2)(data)
+    expected = Calibrated(model).eval()
     for some in (images, images[:1]):
         probs, sets, sure = run(some)
         away = float((probs - model.probabilities(some)).abs().max())
-        expected = Calibrated(model).eval()
         with torch.inference_mode():
             same = all(map(torch.equal, (sets, sure), expected(some)[1:]))
         if not away <= TOLERANCE or not same:

@@ -54,7 +54,8 @@ def pull(address: str) -> Path:
         for file in MODEL_FILES:  # and nothing else that may be there
             if not (folder / file).is_file():
                 hub.hf_hub_download(name, file, revision=revision, local_dir=folder)
-                _take_timm_names(folder / file)
+                if file == "model.safetensors":
+                    _take_timm_names(folder / file)
     message(f"Model: hf://{name}@{revision}")
     return folder
 
@@ -118,11 +119,7 @@ def _write_timm_config(body: Any, model: Model, path: Path) -> None:
 def _take_timm_names(path: Path) -> None:
     """A network that timm can load too has timm's names on the Hub, and ours here."""
     with contextlib.suppress(safetensors.SafetensorError):  # loading it will say what is wrong
-        tensors = (
-            safetensors.torch.load_file(files.regular(path))
-            if path.suffix == ".safetensors"
-            else {}
-        )
+        tensors = safetensors.torch.load_file(files.regular(path))
         if tensors and not any("/" in key for key in tensors):
             ours = {PREFIX + key: value for key, value in tensors.items()}
             files.write(path, safetensors.torch.save(ours))

@@ -63,13 +63,12 @@ class Model:
 
         sets, point = self.conformal, self.selective
         sure = point.threshold if point else None
+        promise = f"{sets.coverage:.0%}" if sets and sets.threshold is not None else "no promise"
         rows = {
             "classes": f"{len(self.classes)}: {', '.join(self.classes[:12])}",
             "network": f"{self.note.get('net', '')}, {self.size} px",
             "calibration": self.calibration.kind,
-            "sets hold the truth": "no promise"
-            if sets is None or sets.threshold is None
-            else f"{sets.coverage:.0%}",
+            "sets hold the truth": promise,
             "sure from confidence": "never" if sure is None else f"{sure:.3f}",
         }
         return as_html(self.version, rows, read_predictions_for_html(self.folder))
@@ -218,8 +217,7 @@ def read_calibration(note: Mapping[str, Any]) -> dict[str, Any]:
         "conformal": posthoc.load_conformal,
         "selective": posthoc.load_selective,
     }
-    entries = {key: note[key] for key in readers if note.get(key) is not None}
-    return {key: readers[key](entry) for key, entry in entries.items()}
+    return {key: read(note[key]) for key, read in readers.items() if note.get(key) is not None}
 
 
 def save_calibration(
@@ -251,12 +249,7 @@ class Network(nn.Module):
     std: Tensor
 
     def __init__(
-        self,
-        net: nets.Net,
-        method: Method | None,
-        mean: Any,
-        std: Any,
-        views: augment.Views,
+        self, net: nets.Net, method: Method | None, mean: Any, std: Any, views: augment.Views
     ) -> None:
         super().__init__()
         self.net, self.method, self.views = net, method, views
@@ -269,13 +262,9 @@ class Network(nn.Module):
         if hasattr(body, "forward_views"):
             averaged: Tensor = body.forward_views(shown).logits
             return averaged
-        return torch.stack([self._logits(x) for x in shown]).mean(0)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        if self.method is not None:  # it has an own way to predict
-            return self.method.predict(self.net, x)
-        logits: Tensor = self.net(x).logits
-        return logits
+        own = self.method  # where it has an own way to predict
+        logits = [own.predict(self.net, x) if own else self.net(x).logits for x in shown]
+        return torch.stack(logits).mean(0)
 
 
 def write_model(

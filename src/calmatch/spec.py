@@ -204,8 +204,7 @@ def bind(
         if not fits(value, hint := hints.get(key, Any)):
             where = f"{spec.name}({key}=...)"
             raise SpecError(f"{where} is {value!r}, but it takes {describe(hint)}.")
-    missing = [p.name for p in allowed if p.default is p.empty and p.name not in values]
-    if missing:
+    if missing := [p.name for p in allowed if p.default is p.empty and p.name not in values]:
         raise SpecError(f"{kind} {spec.name!r} needs the argument {missing[0]!r}.")
     return functools.partial(target, **values)
 
