@@ -216,7 +216,7 @@ def _push(options: opts.PushOptions) -> None:
 def _bench(words: list[str]) -> None:
     """A suite of runs, with its table and figures; on one machine or a cluster."""
     if not words:
-        _print_list("calmatch.bench.paper", "SUITES")
+        _listing("suites", "calmatch.bench.paper", "SUITES")(words)
         return
     options = _parse("BenchOptions", words, "bench")
     from calmatch.bench import run_suite
@@ -270,7 +270,12 @@ def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
     def show(words: list[str]) -> None:
         if words and words[0] not in ("-h", "--help"):
             raise ValueError(f"calmatch {kind} takes no arguments.")
-        _print_list(module, table)
+        entries = getattr(importlib.import_module(module), table)
+        width = max(map(len, entries))
+        for name, item in entries.items():
+            plain = getattr(item, "func", item)  # a recipe with its labels chosen
+            line, *_ = (plain.__doc__ or "").strip().splitlines() or [""]  # python -OO has none
+            print(f"{name:<{width}}  {line}")
 
     show.__doc__ = f"What {kind} there are, a line each."
     return show
@@ -284,15 +289,6 @@ def _calling(module: str, function: str, line: str) -> Callable[[Any], None]:
 
     run.__doc__ = line
     return run
-
-
-def _print_list(module: str, table: str) -> None:
-    entries = getattr(importlib.import_module(module), table)
-    width = max(map(len, entries))
-    for name, item in entries.items():
-        plain = getattr(item, "func", item)  # a recipe with its labels chosen
-        line, *_ = (plain.__doc__ or "").strip().splitlines() or [""]  # python -OO has none
-        print(f"{name:<{width}}  {line}")
 
 
 DEMO = "Ten runs in a minute: a network that is surer than it is right, and what mends it."

@@ -63,10 +63,8 @@ class ImageFolder(NamedTuple):
 def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> ImageFolder:
     """List a folder's images and their labels; nothing is decoded yet.
 
-    Args:
-        root: class folders (`unlabelled/` holds images without a label), or any tree with a CSV.
-        csv: `file,label` for some of the images, or a file that `read_labels` knows.
-        strict: a file that would be skipped is an error.
+    `root` has class folders (`unlabelled/` holds images without a label), or is any tree with a
+    file that `read_labels` knows; `strict` makes a file that would be skipped an error.
     """
     names, skipped = list_images(root, strict)
     if csv is None:
@@ -266,16 +264,9 @@ def own_images(
 ) -> Dataset:
     """Own pictures: class folders (+ unlabelled/), or a folder and a CSV of a few labels.
 
-    Args:
-        root: the folder.
-        labels: a CSV `file,label`; empty: the class folders say it.
-        size: pixels of a side.
-        hold: share of each class's labels for testing; 0: labelled images train and stand in.
-        most: unlabelled images at most; 0: all.
-        seed: of what is held out and left out.
-        mean: of each channel, as the network wants it; None: the images' own statistics.
-        std: of each channel.
-        strict: a file that cannot be decoded is an error.
+    A share `hold` of each class's labels is for testing (0: the labelled images stand in), and of
+    unlabelled images there are `most` (0: all). `mean` and `std` are each channel's, as the network
+    wants them (None: the images' own); with `strict` an undecodable file is an error.
     """
     folder = read_folder(Path(root), Path(labels) if labels else None, strict)
     images, folder = decode_folder(folder, size, strict)

@@ -94,23 +94,19 @@ class Service:
             again = {"retry-after": "1"} if status == 503 else None
             return JSONResponse(body, status, again)
 
-        page, described = files.read_text(HERE / "serve.html"), self._describe()
+        page, about = files.read_text(HERE / "serve.html"), files.read_json(HERE / "openapi.json")
+        about["info"]["version"] = __version__
+        limits = f" At most {self.limit:,} bytes and {self.pixels:,.0f} pixels."
+        about["paths"]["/predict"]["post"]["description"] += limits
         return [
             Route("/", lambda _: Response(page, media_type="text/html")),
             send("serve.js", "text/javascript"),
             send("serve.css", "text/css"),
             Route("/predict", predict, methods=["POST"]),
-            Route("/openapi.json", lambda _: JSONResponse(described)),
+            Route("/openapi.json", lambda _: JSONResponse(about)),
             Route("/health", lambda _: JSONResponse(self.health())),
             Route("/metrics", lambda _: PlainTextResponse(self.metrics())),
         ]
-
-    def _describe(self) -> dict[str, Any]:
-        about = files.read_json(HERE / "openapi.json")
-        about["info"]["version"] = __version__
-        limits = f" At most {self.limit:,} bytes and {self.pixels:,.0f} pixels."
-        about["paths"]["/predict"]["post"]["description"] += limits
-        return about
 
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
