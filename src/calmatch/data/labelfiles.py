@@ -164,19 +164,18 @@ def _write_label_studio(path: Path, root: Path, version: str) -> Iterator[WriteR
     if not root.is_relative_to(home):
         raise ValueError(f"{root} is not below {HOME_VARIABLE}, {home}.")
     place = PurePosixPath(root.relative_to(home).as_posix())
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(sorted(rows, key=lambda row: float(row.confidence))):
-            choice = {"from_name": "choice", "to_name": "image", "type": "choices"}
-            guess = {
-                "model_version": version,
-                "score": round(row.confidence, 6),
-                "result": [choice | {"value": {"choices": [row.label]}}],
-            }
-            address = "/data/local-files/?d=" + quote(os.fsencode(place / row.file))
-            data = {"image": address, "set": list(row.set), "sure": row.sure}
-            task = json.dumps({"data": data, "predictions": [guess]})
-            file.write(("[\n" if number == 0 else ",\n") + task)
-        file.write("\n]\n")
+    tasks = []
+    for row in sorted(rows, key=lambda row: float(row.confidence)):
+        choice = {"from_name": "choice", "to_name": "image", "type": "choices"}
+        guess = {
+            "model_version": version,
+            "score": round(row.confidence, 6),
+            "result": [choice | {"value": {"choices": [row.label]}}],
+        }
+        address = "/data/local-files/?d=" + quote(os.fsencode(place / row.file))
+        data = {"image": address, "set": list(row.set), "sure": row.sure}
+        tasks.append(json.dumps({"data": data, "predictions": [guess]}))
+    path.write_text("[\n" + ",\n".join(tasks) + "\n]\n", "utf-8")
 
 
 @contextmanager

@@ -26,10 +26,6 @@ HEADERS = {
 }
 
 
-class TooLarge(Exception):
-    """A request's body is over the limit."""
-
-
 class Guard:
     """Refuses a request with a foreign Host or Origin, without the token, or with too large a body.
 
@@ -48,25 +44,24 @@ class Guard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.datastructures import MutableHeaders
+        from starlette.exceptions import HTTPException
         from starlette.requests import Request
         from starlette.responses import PlainTextResponse
 
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request, size, begun = Request(scope), 0, False
+        request, size = Request(scope), 0
 
         async def bounded() -> Any:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
             if size > self.limit:
-                raise TooLarge
+                raise HTTPException(413, f"A request may hold {self.limit:,} bytes at most.")
             return message
 
         async def guarded(message: Any) -> None:
-            nonlocal begun
-            begun = True
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
@@ -77,15 +72,10 @@ class Guard:
             await send(message)
 
         status, why = self._refusal(request)
-        try:
-            if not status:
-                await self.app(scope, bounded, guarded)
-                return
-        except TooLarge:
-            status, why = 413, f"A request may hold {self.limit:,} bytes at most."
-            if begun:
-                raise
-        await PlainTextResponse(why, status)(scope, receive, guarded)
+        if status:
+            await PlainTextResponse(why, status)(scope, receive, guarded)
+        else:
+            await self.app(scope, bounded, guarded)
 
     def _refusal(self, request: Any) -> tuple[int, str]:
         headers = request.headers
