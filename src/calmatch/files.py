@@ -167,17 +167,11 @@ def refuse_links(folder: Path) -> None:
     home, below = folder.resolve(), ("checkpoint", "work", "work/*", "work/*/*")
     for place in (folder, *(place for pattern in below for place in folder.glob(pattern))):
         for path in place.iterdir() if place.is_dir() else ():
-            if path.is_symlink() and not _within(path, home):
+            # nor may a link lead nowhere, or to itself
+            if path.is_symlink() and not (path.exists() and path.resolve().is_relative_to(home)):
                 raise ValueError(f"{path} is a link out of the run folder; remove it.")
             if not (path.is_file() or path.is_dir()) and path.exists():
                 raise ValueError(f"{path} is neither a file nor a folder; remove it.")
-
-
-def _within(link: Path, home: Path) -> bool:
-    try:
-        return link.resolve(strict=True).is_relative_to(home)
-    except (OSError, RuntimeError):  # it leads nowhere, or to itself
-        return False
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -211,7 +205,12 @@ def lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error.strerror}.") from error
     with file:
-        _acquire(file, folder)
+        for patience in (0.02, 0.02, 0.02, 0.02, 0):  # somebody may look whether it is locked
+            if locked := try_lock(file):
+                break
+            time.sleep(patience)
+        if not locked:
+            raise Busy(f"Another process is working in {folder}; wait or choose --out.")
         _held_locks.add(file)
         try:
             sweep((*folder.glob(".*.part"), *folder.glob("*/.*.part")))
@@ -226,16 +225,6 @@ def open_lock(path: Path) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | odd, 0o666), "r+b", buffering=0)
 
 
-def _acquire(file: IO[bytes], folder: Path, patience: int = 5) -> None:
-    """Lock at once, or after the moment that somebody needs to look whether it is locked."""
-    for left in reversed(range(patience)):
-        if try_lock(file):
-            return
-        if left:
-            time.sleep(0.02)
-    raise Busy(f"Another process is working in {folder}; wait or choose --out.")
-
-
 def try_lock(file: IO[bytes], share: bool = False) -> bool:
     """Lock an open file until it is closed; False where another process holds it."""
     try:
@@ -248,13 +237,6 @@ def try_lock(file: IO[bytes], share: bool = False) -> bool:
     return True
 
 
-def _is_being_written(litter: Path) -> bool:
-    number = litter.suffixes[-2][1:] if len(litter.suffixes) > 1 else ""
-    if WINDOWS:  # where asking whether a process lives ends it
-        return time.time() - litter.stat().st_mtime < LITTER_SECONDS
-    return not number.isdecimal() or _is_alive(int(number))
-
-
 def sweep(litter: Iterable[Path]) -> None:
     """Remove what killed processes had not finished."""
     for path in litter:
@@ -263,15 +245,20 @@ def sweep(litter: Iterable[Path]) -> None:
                 path.unlink()
 
 
-def _is_alive(process: int) -> bool:
-    """Whether it may still write: a run's page is made when its lock is free again."""
+def _is_being_written(litter: Path) -> bool:
+    """Whether its process may still write: a run's page is made when its lock is free again."""
+    if WINDOWS:  # where asking whether a process lives ends it
+        return time.time() - litter.stat().st_mtime < LITTER_SECONDS
+    number = litter.suffixes[-2][1:] if len(litter.suffixes) > 1 else ""
+    if not number.isdecimal():
+        return True
     try:
-        os.kill(process, 0)
+        os.kill(int(number), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
-    return process != os.getpid()
+    return int(number) != os.getpid()
 
 
 _held_locks: set[IO[bytes]] = set()
