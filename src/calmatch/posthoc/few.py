@@ -16,26 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from calmatch.posthoc.promises import Selective
-from calmatch.posthoc.scaling import (
-    TEMPERATURES,
-    Scaling,
-    check_log_probs,
-    check_logits,
-    log_softmax,
-)
+from calmatch import posthoc
+from calmatch.metrics import Interval
+from calmatch.posthoc import TEMPERATURES, check_log_probs, check_logits, log_softmax
 
+Estimate = Interval
 STEPS = 241  # of log temperature
 SURPRISE = 0.002  # share of datasets of which five times less is known than learned: labels decide
 FEWEST = 10  # unlabelled images above a threshold, that it may be promised
-
-
-class Estimate(NamedTuple):
-    """A number and the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @functools.cache
@@ -80,10 +68,6 @@ class FewLabelTemperature(NamedTuple):
     log_sd: float  # of its logarithm
     labels: int  # held out, that took part
 
-    def scaling(self) -> Scaling:
-        """As it is applied and saved."""
-        return Scaling("temperature", {"temperature": self.temperature}, self.labels)
-
     def end(self, deviations: float) -> float:
         """So many standard deviations warmer."""
         return float(np.clip(self.temperature * np.exp(deviations * self.log_sd), *TEMPERATURES))
@@ -117,7 +101,7 @@ def few_label_temperature(
     away, n = logs / learned["blind_sd"], 0
     if agreement is not None and echo is not None:
         centre = logit(expected_accuracy(agreement, echo, labels_a_class, learned))
-        tops = [np.exp(log_softmax(z / heat).max(1)).mean() for heat in np.exp(logs[::8])]
+        tops = [posthoc.mean_confidence(z, heat) for heat in np.exp(logs[::8])]
         away = (np.interp(logs, logs[::8], logit(np.array(tops), 1e-9)) - centre) / learned["sd"]
         away /= spread_at(labels_a_class)
     fits = np.logaddexp(-0.5 * away**2, np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2)
@@ -151,12 +135,9 @@ def few_label_error(
     often as it says over the datasets that prior.json names; nothing proves it for another one.
     """
     z, learned = check_log_probs(torch.as_tensor(free)), prior or read_prior()
-
-    def confidence(heat: float) -> float:
-        return float(np.exp(log_softmax(z / heat).max(1)).mean())
-
-    value, floor, reach = confidence(fitted.temperature), learned["floor"], _deviations(level)
-    above, below = (confidence(fitted.end(side * reach)) for side in (-1, 1))
+    floor, reach = learned["floor"], _deviations(level)
+    ends = (fitted.end(side * reach) for side in (0, -1, 1))
+    value, above, below = (posthoc.mean_confidence(z, heat) for heat in ends)
     if labels is not None:
         z_held, y = check_logits(held, labels)
         top = np.exp(log_softmax(z_held / fitted.temperature).max(1))
@@ -170,12 +151,8 @@ def few_label_error(
 
 
 def few_label_promise(
-    fitted: FewLabelTemperature,
-    free: Any,
-    *,
-    accuracy: float = 0.95,
-    certainty: float = 0.95,
-) -> Selective:
+    fitted: FewLabelTemperature, free: Any, *, accuracy: float = 0.95, certainty: float = 0.95
+) -> posthoc.Selective:
     """The lowest threshold whose answers are right often enough, by a cautious temperature.
 
     At the temperature that is too warm with the certainty asked for, the mean confidence of the
@@ -192,9 +169,9 @@ def few_label_promise(
     number = int(enough[-1]) + 1 if len(enough) else 0
     facts = (fitted.labels, 0, accuracy, certainty, True, True)
     if number < FEWEST:
-        return Selective(None, 0.0, 0.0, *facts)
+        return posthoc.Selective(None, 0.0, 0.0, *facts)
     threshold = float(confidence[order[number - 1]])
-    return Selective(threshold, number / len(z), float(means[number - 1]), *facts)
+    return posthoc.Selective(threshold, number / len(z), float(means[number - 1]), *facts)
 
 
 def expected_gain(
