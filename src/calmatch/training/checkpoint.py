@@ -212,16 +212,9 @@ class Lines:
         self.times.close()
 
 
-class Fault(NamedTuple):
-    """Numbers of one of the runs that train together were not finite when the host looked."""
-
-    run: int
-    noticed: int
-
-
-def find_nonfinite(runs: Sequence[Training]) -> Fault | None:
-    """The first run whose numbers are not finite; one wait for the device a run."""
-    return next((Fault(k, run.step) for k, run in enumerate(runs) if not is_finite(run)), None)
+def find_nonfinite(runs: Sequence[Training]) -> tuple[int, int] | None:
+    """Place and step of the first run with numbers that are not finite; one wait a run."""
+    return next(((k, run.step) for k, run in enumerate(runs) if not is_finite(run)), None)
 
 
 def is_finite(run: Training) -> bool:
@@ -242,7 +235,7 @@ def is_finite(run: Training) -> bool:
 
 
 def handle_nonfinite(
-    fault: Fault, config: Config, folder: Path, signals: Sequence[int], quiet: bool
+    noticed: int, config: Config, folder: Path, signals: Sequence[int], quiet: bool
 ) -> None:
     """Find the step, keep it in `fault/`, then go back, or stop with a sentence.
 
@@ -250,18 +243,17 @@ def handle_nonfinite(
     """
     console.free_device_memory()  # the failed attempt may hold much of the device
     ops.wait_for_ranks()  # the first rank has written what it had begun
-    where = f"at step {fault.noticed:,}"
-    console.message(f"Numbers are not finite {where}; looking for the step.", quiet)
+    console.message(f"Numbers are not finite at step {noticed:,}; looking for the step.", quiet)
     run = new_training(config.replace(compile=False))
     tensors, note = _newest_good(folder / "checkpoint", config.saves)
     if tensors:
         run.restore(tensors, note)
     else:
         tensors = copy_to_host(run.tensors())
-    before = trace_nonfinite(run, fault.noticed, signals)
+    before = trace_nonfinite(run, noticed, signals)
     if signals:
         return
-    facts = {"noticed": fault.noticed, "checkpoint": note["step"], "rollbacks": run.rollbacks}
+    facts = {"noticed": noticed, "checkpoint": note["step"], "rollbacks": run.rollbacks}
     again = before and _describe_step(run, before, note)
     facts |= again or {"step": None, "what": "a number"}
     if ops.rank() == 0:

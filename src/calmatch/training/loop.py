@@ -87,13 +87,14 @@ def _train_to_end(
 ) -> None:
     """To the end; where numbers stop being finite, back to a checkpoint, or out with a sentence."""
     while fault := _train_from_checkpoint(left, quiet, signals, until):
-        checkpoint.handle_nonfinite(fault, *left[fault.run], signals, quiet)
+        place, noticed = fault
+        checkpoint.handle_nonfinite(noticed, *left[place], signals, quiet)
 
 
 def _train_from_checkpoint(
     left: Sequence[tuple[Config, Path]], quiet: bool, signals: SignalQueue, until: int | None
-) -> checkpoint.Fault | None:
-    """Train from the newest checkpoints on, to the end or to a step in between."""
+) -> tuple[int, int] | None:
+    """Train from the newest checkpoints on, to the end or a step in between; or to a fault."""
     trainings = [_begin_training(config, folder, quiet) for config, folder in left]
     folders = [folder for _, folder in left]
     first, config = trainings[0], trainings[0].config
