@@ -1,6 +1,5 @@
 """calmatch.Classifier: the same for arrays, as a scikit-learn estimator (y == -1: unlabelled)."""
 
-import csv
 import tempfile
 from pathlib import Path
 from typing import Any, Self
@@ -15,16 +14,14 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from calmatch import fit, methods, metrics, posthoc
+from calmatch import fit, metrics, posthoc
 from calmatch.fit import ask, crossval
-from calmatch.fit.plan import METHOD, choose_penalty
+from calmatch.fit.plan import METHOD
 from calmatch.metrics import read_predictions_for_html
 from calmatch.model import Model, load_model
 from calmatch.ops import pick_device
 from calmatch.options import FitOptions
 from calmatch.runs import ASKED, load_examples
-from calmatch.training.config import Config, check_config
-from calmatch.training.loop import train_in_memory
 
 Array = NDArray[Any]
 
@@ -129,22 +126,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ids
 
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
-        method = self.method or METHOD
-        semi = method.partition("(")[0] != "supervised"
-        steps = 300 if self.steps is None else self.steps
-        config = Config(
-            method=methods.adapt_momentum(method, steps),
-            penalty=choose_penalty(self.penalty) if semi else "",
-            steps=steps,
-            batch=64,
-            ratio=3,
-            lr=min(0.05, 1e-3 * (1280 / x.shape[1]) ** 0.5),
-            ema=0.9,
-            seed=self.seed_,
-            compile=False,
-            device="cpu",
-        )
-        check_config(config)
+        own: Any = {"lr": min(0.05, 1e-3 * (1280 / x.shape[1]) ** 0.5), "seed": self.seed_}
+        config = crossval.head_config(self.method or METHOD, self.penalty, self.steps, **own)
         # one scale for all features: scaling each is the caller's choice, in a Pipeline
         scale = float(x.abs().max()) or 1.0  # squares of tiny or huge numbers are no numbers
         x = x.double() / scale
@@ -166,9 +149,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             probs = self.calibration_(known.log_probs).double().softmax(-1)
             self.evaluated_ = (probs, known.labels)
         self.kept_ = config.method
-        parts = tried[config].parts(tried[config].split)
-        train_in_memory(config, parts)
-        weight, bias = (part.double() for part in crossval.head_weights(parts))
+        weight, bias = (part.double() for part in tried[config].train())
         weight = weight / std
         self.intercept_ = (bias - weight @ mean).numpy()
         self.coef_ = (weight / scale).numpy()
@@ -181,11 +162,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             for row, picture in enumerate(pictures):
                 Image.fromarray(picture).save(root / f"{row:09d}.png", compress_level=1)
             table = Path(place) / "labels.csv"
-            with table.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(["file", "label"])
-                labelled = np.flatnonzero(ids >= 0)
-                writer.writerows((f"{row:09d}.png", f"{ids[row]}") for row in labelled)
+            lines = [f"{row:09d}.png,{ids[row]}\n" for row in np.flatnonzero(ids >= 0)]
+            table.write_text("".join(["file,label\n", *lines]), encoding="utf-8")
             names = "minutes method penalty net tta steps device".split()
             own: dict[str, Any] = {name: getattr(self, name) for name in names}
             own |= {"frozen": self.frozen is True, "no_frozen": self.frozen is False}

@@ -1,6 +1,5 @@
 """Own images, one command: read, plan, learn, evaluate out-of-fold, calibrate, say it plainly."""
 
-import contextlib
 import dataclasses
 import hashlib
 import shlex
@@ -14,62 +13,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import augment, console, files, methods, nets, ops, posthoc
+from calmatch import augment, console, files, nets, ops, posthoc, runs
 from calmatch.data.folder import ImageFolder, decode_folder, fitting_size, read_folder
-from calmatch.data.images import LARGEST_FILE, ImageFiles, Images, take_images
-from calmatch.fit import ask, portfolio, text
-from calmatch.fit.crossval import (
-    HeldOut,
-    Outcome,
-    calibrate,
-    cautious_temperature,
-    count_folds,
-    cross_validate,
-    freeze_vectors,
-    head_weights,
-)
-from calmatch.fit.plan import (
-    Job,
-    check_options,
-    choose_network,
-    choose_penalty,
-    dataset_spec,
-    is_grey,
-    plan_features,
-    refuse_idle_options,
-)
+from calmatch.data.images import LARGEST_FILE, Images, take_images
+from calmatch.fit import ask, crossval, plan, portfolio, text
 from calmatch.fit.whole import Refinement, can_refine, fit_whole, start_from
 from calmatch.model import are_tta, load_model, save_calibration, write_model
 from calmatch.options import FitOptions
-from calmatch.runs import (
-    ASKED,
-    Predicted,
-    Result,
-    Run,
-    load_run,
-    read_result,
-    sample_rows,
-    write_examples,
-)
-from calmatch.training.config import Config, check_config
-from calmatch.training.loop import train_in_memory
+from calmatch.training.config import Config
 from calmatch.training.setup import describe_environment
 
 
-def fit(options: FitOptions, began: float | None = None) -> Run:
+def fit(options: FitOptions, began: float | None = None) -> runs.Run:
     """Train a classifier on a person's images into a folder; the same call again continues.
 
     `began` is when its minutes begin, by time.monotonic; by default now.
     """
     began = time.monotonic() if began is None else began
-    check_options(options)
+    plan.check_options(options)
     folder = options.out or Path(f"fit-{options.pictures.resolve().name}")
     if folder.resolve().is_relative_to(options.pictures.resolve()):
         raise ValueError(f"{folder} lies among the pictures; choose another --out.")
     before = _read_earlier(folder, options)
     if before and _is_finished(folder):
         console.message(f"{folder} is finished already.", options.quiet)
-        return load_run(folder)
+        return runs.load_run(folder)
     with files.lock(folder / "work"):  # the trainer locks the folder itself
         return _fit(options, folder, before, began)
 
@@ -99,10 +67,10 @@ def _read_earlier(folder: Path, options: FitOptions) -> dict[str, Any]:
 def _is_finished(folder: Path) -> bool:
     """Whether a fit is done; the trainer's own result.json is only a part of it."""
     path = folder / "result.json"
-    return path.exists() and read_result(path).evaluated_on != "test"
+    return path.exists() and runs.read_result(path).evaluated_on != "test"
 
 
-def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: float) -> Run:
+def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: float) -> runs.Run:
     text.show_stage(1, options.quiet)
     listed = read_folder(options.pictures, options.labels, options.strict)
     digest = _digest(listed)
@@ -114,12 +82,12 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: fl
     if options.start is not None:
         asked, ready = start_from(options, listed, folder)
     else:
-        net, ready, notes = choose_network(options, ops.pick_device(options.device))
+        net, ready, notes = plan.choose_network(options, ops.pick_device(options.device))
         asked = dataclasses.replace(options, net=net)
     frozen = ready if frozen is None else frozen
-    refuse_idle_options(options, frozen)
+    plan.refuse_idle_options(options, frozen)
     earlier = before.get("plan")
-    job = Job(options, folder, listed, str(asked.net), tuple(notes), earlier, digest, began)
+    job = plan.Job(options, folder, listed, str(asked.net), tuple(notes), earlier, digest, began)
     outcome = fit_frozen(job, asked.size) if frozen else fit_whole(job, asked.size)
     return _finish(job, outcome)
 
@@ -127,11 +95,8 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: fl
 def _looks_grey(folder: ImageFolder, sample: int = 100) -> bool:
     """Whether the images have no colour, by some of those that can be decoded."""
     names = folder.names[:: max(1, len(folder.names) // sample)]
-    small, pixels = ImageFiles(folder.root, names, 32, squash=True), []
-    for place in range(len(names)):
-        with contextlib.suppress(ValueError):
-            pixels.append(small.image(place))
-    return bool(pixels) and is_grey(torch.from_numpy(np.stack(pixels)))
+    pixels = plan.decode_some(folder.root, names, 32)
+    return bool(pixels) and plan.is_grey(torch.from_numpy(np.stack(pixels)))
 
 
 def _digest(folder: ImageFolder) -> str:
@@ -145,21 +110,21 @@ def _digest(folder: ImageFolder) -> str:
     return total.hexdigest()
 
 
-def fit_frozen(job: Job, size: int | None) -> Outcome:
+def fit_frozen(job: plan.Job, size: int | None) -> crossval.Outcome:
     """A portfolio of classifiers on the features of a network that stays as it is."""
-    options, folder, listed, plan = job.options, job.folder, job.listed, job.earlier
+    options, folder, listed, settled = job.options, job.folder, job.listed, job.earlier
     quiet = options.quiet
     extractor = portfolio.load_extractor(job.net, size, ops.pick_device(options.device))
     text.show_stage(2, quiet)
-    if plan is None:
-        plan = plan_features(job, extractor, _looks_grey(listed))
-        job.save(plan)
-    known = are_tta(plan.get("views")) and isinstance(plan.get("note"), str)
-    if not known or type(plan.get("images")) is not int:
+    if settled is None:
+        settled = plan.plan_features(job, extractor, _looks_grey(listed))
+        job.save(settled)
+    known = are_tta(settled.get("views")) and isinstance(settled.get("note"), str)
+    if not known or type(settled.get("images")) is not int:
         raise ValueError(f"Another version planned {folder}; choose another --out.")
-    notes = (*job.notes, plan["note"])
-    listed = listed.some(_pool_rows(np.array(listed.labels), plan["images"], options.seed))
-    extractor = extractor.showing(augment.read_tta(plan["views"]))
+    notes = (*job.notes, settled["note"])
+    listed = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
+    extractor = extractor.showing(augment.read_tta(settled["views"]))
     source = extractor.views.source
     for note in notes:
         console.message(f"  {note}", quiet)
@@ -170,7 +135,7 @@ def fit_frozen(job: Job, size: int | None) -> Outcome:
         console.message(f"  {note}", quiet)
     text.show_stage(3, quiet)
     labels, classes = np.array(own.labels), len(own.classes)
-    count_folds(labels[labels >= 0].tolist(), 0)
+    crossval.count_folds(labels[labels >= 0].tolist(), 0)
     pool = portfolio.compute_features(extractor, images, quiet)
     rows = _pool_rows(labels, len(own.known) + portfolio.MOST, options.seed)
     labelled = np.flatnonzero(labels[rows] >= 0)
@@ -196,14 +161,14 @@ def fit_frozen(job: Job, size: int | None) -> Outcome:
     for line in text.describe_candidates(candidates, best):
         console.message(line, quiet)
     text.show_stage(5, quiet)
-    held = HeldOut(
+    held = crossval.HeldOut(
         torch.from_numpy(best.log_probs),
         torch.from_numpy(best.labels),
         [int(rows[k]) for k in best.rows],
         portfolio.FOLDS,
     )
     _write_head(job, extractor, embedding, best, own)
-    base = Result(
+    base = runs.Result(
         title="",
         classes=own.classes,
         metrics={},
@@ -211,7 +176,7 @@ def fit_frozen(job: Job, size: int | None) -> Outcome:
         notes=(*own.notes, *notes),
         weights="plain",
     )
-    calibration = calibrate(held, best.temperature, best.error)
+    calibration = crossval.calibrate(held, best.temperature, best.error)
     if best.network is not None and refinement is not None:
         logits = torch.from_numpy(refinement.predict(best.network, images))
     else:
@@ -229,9 +194,11 @@ def fit_frozen(job: Job, size: int | None) -> Outcome:
         note += "unlabelled pictures."
     chances = portfolio.softmax(logits.numpy()[rows])
     teaching = rows[
-        ask.ask(teachers.spaces, labelled, chances, ASKED, seed=options.seed).rows
+        ask.ask(teachers.spaces, labelled, chances, runs.ASKED, seed=options.seed).rows
     ].tolist()
-    return Outcome(own, images, base, held, calibration, best.name, scores, note, logits, teaching)
+    return crossval.Outcome(
+        own, images, base, held, calibration, best.name, scores, note, logits, teaching
+    )
 
 
 def _head_logits(
@@ -257,32 +224,18 @@ def _fit_method_head(
     options: FitOptions, teachers: portfolio.Teachers, rows: Any, y: Any
 ) -> portfolio.Candidate:
     """A linear layer that learns by the method asked for, on the embedding's vectors."""
-    method, steps = str(options.method), options.steps or 300
-    semi = bool(methods.find(method).u_views)
-    config = Config(
-        method=methods.adapt_momentum(method, steps),
-        penalty=choose_penalty(options.penalty) if semi else "",
-        steps=steps,
-        batch=options.batch or 64,
-        ratio=3,
-        lr=3e-3,
-        ema=0.9,
-        seed=options.seed,
-        compile=False,
-        device="cpu",
-    )
-    check_config(config)
+    own: Any = {"batch": options.batch or 64, "lr": 3e-3, "seed": options.seed}
+    config = crossval.head_config(str(options.method), options.penalty, options.steps, **own)
     labels = torch.full((len(teachers.inputs),), -1)
     labels[torch.from_numpy(rows)] = torch.from_numpy(y)
-    vectors = freeze_vectors(config, torch.from_numpy(teachers.inputs), labels, teachers.classes)
-    held = cross_validate(vectors, quiet=options.quiet)
-    parts = vectors.parts(vectors.split)
-    train_in_memory(config, parts)
-    weight, bias = head_weights(parts)
-    scaling = cautious_temperature(held.log_probs, held.labels, held.folds)
-    error = calibrate(held).after["error"]
+    vectors = crossval.freeze_vectors(
+        config, torch.from_numpy(teachers.inputs), labels, teachers.classes
+    )
+    held = crossval.cross_validate(vectors, quiet=options.quiet)
+    weight, bias = vectors.train()
+    scaling = crossval.cautious_temperature(held.log_probs, held.labels, held.folds)
     return portfolio.Candidate(
-        method,
+        str(options.method),
         torch.cat([weight.T, bias[None]]).float().numpy(),
         True,
         held.log_probs.float().numpy(),
@@ -291,12 +244,12 @@ def _fit_method_head(
         posthoc.FewLabelTemperature(
             float(scaling.values["temperature"]), posthoc.read_prior()["blind_sd"], len(held.labels)
         ),
-        posthoc.Estimate(error.value, error.low, error.high),
+        crossval.calibrate(held).after["error"],
     )
 
 
 def _write_head(
-    job: Job,
+    job: plan.Job,
     extractor: portfolio.Extractor,
     embedding: portfolio.Embedding,
     best: portfolio.Candidate,
@@ -307,7 +260,7 @@ def _write_head(
     classes, weights = len(own.classes), best.weights
     net, body = portfolio.join_head(extractor, embedding, weights, best.embedded, classes)
     config = Config(
-        dataset=dataset_spec(job.options, size, 0.0, extractor.mean, extractor.std),
+        dataset=plan.dataset_spec(job.options, size, 0.0, extractor.mean, extractor.std),
         labels=0,
         method=job.options.method or "supervised",
         net=net,
@@ -333,7 +286,7 @@ def _write_head(
     files.write_json(folder / "environment.json", environment)
 
 
-def _finish(job: Job, outcome: Outcome) -> Run:
+def _finish(job: plan.Job, outcome: crossval.Outcome) -> runs.Run:
     """Calibrate, and write everything that outlives the fit; result.json says that it is done."""
     options, folder = job.options, job.folder
     own, images, base, held, calibration, kept, scores, note, logits, teaching = outcome
@@ -358,10 +311,10 @@ def _finish(job: Job, outcome: Outcome) -> Run:
         best = torch.tensor([place[row] for row in teaching if row in place], dtype=torch.long)
         asked = asked._replace(best=best)
     rows = torch.tensor(held.rows)
-    evaluated = Predicted(
+    evaluated = runs.Predicted(
         calibration.log_probs, lambda some: take_images(images, rows[some]), files=names
     )
-    write_examples(folder, evaluated, held.labels, asked)
+    runs.write_examples(folder, evaluated, held.labels, asked)
     result = dataclasses.replace(
         base,
         title=f"{len(own.classes)} classes from {len(own.known)} labels: "
@@ -379,7 +332,7 @@ def _finish(job: Job, outcome: Outcome) -> Run:
         commands=(_command(options),),
     )
     files.write_json(folder / "result.json", result.dump())
-    run = load_run(folder)
+    run = runs.load_run(folder)
     if not options.quiet:
         print(console.visible(text.describe_result(run, held, calibration, own, asked)))
     return run
@@ -399,12 +352,12 @@ def _command(options: FitOptions) -> str:
 
 def _predict_unlabelled(
     folder: Path, images: Images, own: ImageFolder, options: FitOptions, logits: Tensor | None
-) -> Predicted | None:
+) -> runs.Predicted | None:
     """Calibrated predictions of unlabelled images (a sample of many), kept with their names."""
     free = torch.tensor([k for k, label in enumerate(own.labels) if label < 0], dtype=torch.long)
     if not len(free):
         return None
-    rows = sample_rows(free, options.seed)
+    rows = runs.sample_rows(free, options.seed)
     model = load_model(folder)
     if logits is None:
         parts = []
@@ -418,10 +371,6 @@ def _predict_unlabelled(
     joined = model.calibration(logits).float()
     names = [own.names[row] for row in rows.tolist()]
     files.write_npz(folder / "unlabelled.npz", log_probs=joined.numpy(), files=np.array(names))
-    return Predicted(
-        joined,
-        lambda ids: take_images(images, rows[ids]),
-        rows=rows,
-        files=names,
-        whole=len(free),
+    return runs.Predicted(
+        joined, lambda ids: take_images(images, rows[ids]), rows=rows, files=names, whole=len(free)
     )

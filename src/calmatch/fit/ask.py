@@ -50,11 +50,7 @@ class Questions:
     def next(self, rows: Any, probs: Array | None = None, n: int = 1, *, fair: int = FAIR) -> Asked:
         """What to ask after these rows have been, by a model's probabilities [N, C] of all.
 
-        Args:
-            rows: images that have been answered, or are not to be asked.
-            probs: without them every image counts alike.
-            n: how many.
-            fair: one question in so many is drawn at random; 0: none.
+        Without these every image counts alike. One in `fair` is drawn at random; 0: none.
         """
         rows = [int(row) for row in rows]
         n = min(n, len(self.order) - len(rows))
@@ -99,13 +95,7 @@ def ask(
 ) -> Asked:
     """`Questions.next` once; of many images it looks at a random sample of those without a label.
 
-    Args:
-        spaces: unit vectors [N, d] of all images, the widest last.
-        rows: images that have a label.
-        probs: a model's probabilities [N, C] of all images, or None.
-        n: how many.
-        seed: of what is random.
-        fair: one in so many is drawn at random; 0: none.
+    `spaces` are unit vectors [N, d] of all images, the widest last; `rows` those that have a label.
     """
     rows = np.asarray(rows, np.int64)[-MOST:]
     free = np.setdiff1d(np.arange(len(spaces[0])), rows)
@@ -137,11 +127,7 @@ class Learned(NamedTuple):
 def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
     """The student of all labels; its error by random images and by agreement of halves.
 
-    Args:
-        teachers: of the pool.
-        rows: labelled images [n].
-        labels: their class ids; two classes or more, none empty.
-        fair: those of the rows that are a random sample; only they are held out, in folds.
+    No class may be empty. Only those of the rows that are a random sample (fair) are held out.
     """
     rows, labels = np.asarray(rows, np.int64), np.asarray(labels, np.int64)
     classes = int(labels.max()) + 1

@@ -20,10 +20,11 @@ from calmatch.core import Output, RandomStream, Transform
 from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import Images
+from calmatch.fit.plan import choose_penalty
 from calmatch.runs import Result, Run
-from calmatch.training.config import Config
+from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train, train_in_memory, train_together
-from calmatch.training.setup import Material, Parts, Sets, Statistics, assemble
+from calmatch.training.setup import Material, Parts, Sets, assemble
 from calmatch.training.step import Predictor, measure
 
 RESAMPLES = 500  # of the bootstrap
@@ -152,26 +153,20 @@ class Outcome(NamedTuple):
 
 
 def calibrate(
-    held: HeldOut,
-    temperature: float | None = None,
-    error: posthoc.Estimate | None = None,
+    held: HeldOut, temperature: float | None = None, error: metrics.Interval | None = None
 ) -> Calibration:
     """Temperature, prediction sets and operating point from held-out labels.
 
-    The metrics after calibration use, for each image, a temperature chosen without its label.
-
-    Args:
-        held: predictions of labels that were held out.
-        temperature: one that rests on more than these labels; None: they choose it.
-        error: an estimate with its interval that rests on more; None: an exact binomial one.
+    A temperature and an error may rest on more than these labels; where they do not, the metrics
+    after calibration use, for each image, a temperature chosen without its label.
     """
     z, y = held.log_probs, held.labels
     if temperature is not None:
         scaling = posthoc.Scaling("temperature", {"temperature": temperature}, len(y))
-        log_probs = scaling(z).double()
     else:
         scaling = cautious_temperature(z, y, held.folds)
-        log_probs = scaling(z).double()
+    log_probs = scaling(z).double()
+    if temperature is None:
         for fold in folds([0] * len(y), 0):
             others = torch.ones(len(y), dtype=torch.bool)
             others[fold] = False
@@ -181,7 +176,7 @@ def calibrate(
     confidence, guess = probs.max(1)
     after = measure_few(log_probs, y, RESAMPLES)
     if error is not None:
-        after["error"] = metrics.Interval(*error)
+        after["error"] = error
     return Calibration(
         scaling,
         posthoc.conformal(probs, y, cross_fitted=held.crossfit),
@@ -268,11 +263,13 @@ class FrozenRun:
     store: Tensor  # [N, 1 + 2 V, D]: as it is, V weak views, V strong ones
     labels: Tensor  # [N] class ids, -1 unknown
 
-    @property
-    def statistics(self) -> Statistics:
-        """That undo the division of bytes by 255."""
-        width = self.store.shape[2]
-        return [0.0] * width, [1 / 255] * width
+    def train(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of a head that learned from all rows."""
+        parts = self.parts(self.split)
+        train_in_memory(self.config, parts)
+        linear = parts.evaluated.get_submodule("body.linear")
+        assert isinstance(linear, nn.Linear)
+        return linear.weight.detach().cpu(), linear.bias.detach().cpu()
 
     def parts(self, split: Split) -> Parts:
         """The parts of a run on these rows; a ValueError if the method cannot do without pixels."""
@@ -293,7 +290,7 @@ class FrozenRun:
             VectorRows(self.store, rows["unlabelled"]),
             sets,
             {name: self._view(place) for place, name in enumerate(VIEW_NAMES)},
-            self.statistics,
+            ([0.0] * width, [1 / 255] * width),  # they undo the division of bytes by 255
             (width, 1, 1),
         )
         return assemble(self.config, material, lambda: Head(width, len(self.classes)))
@@ -309,25 +306,25 @@ class FrozenRun:
         return transform
 
 
-def head_weights(parts: Parts) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a trained head."""
-    head = parts.evaluated.body
-    assert isinstance(head, Head)
-    return head.linear.weight.detach().cpu(), head.linear.bias.detach().cpu()
+def head_config(method: str, penalty: str | None, steps: int | None, **settings: Any) -> Config:
+    """How a head learns by a method; settings change what `fit` and the estimator share."""
+    steps = 300 if steps is None else steps
+    semi = bool(methods.find(method).u_views)
+    shared: Any = {"batch": 64, "ratio": 3, "ema": 0.9, "compile": False, "device": "cpu"}
+    config = Config(
+        method=methods.adapt_momentum(method, steps),
+        penalty=choose_penalty(penalty) if semi else "",
+        steps=steps,
+        **{**shared, **settings},
+    )
+    check_config(config)
+    return config
 
 
 def freeze_vectors(
     config: Config, vectors: Tensor, labels: Tensor, classes: int, views: int = 4
 ) -> FrozenRun:
-    """A run on vectors: a view adds noise, a strong one also mixes in other rows.
-
-    Args:
-        config: of the head's training.
-        vectors: [N, D], of a variance about 1.
-        labels: [N] class ids, -1 unknown.
-        classes: how many there are.
-        views: weak and as many strong ones of each vector.
-    """
+    """A run on vectors of variance 1 or so: a view adds noise, a strong one also mixes in rows."""
     chance = Generator().manual_seed(stream_seed(config.seed, RandomStream.VECTORS))
     stored = [vectors]
     for name in VIEW_NAMES:

@@ -21,8 +21,7 @@ from calmatch.fit.portfolio import FITS, Extractor, time_image, time_student
 from calmatch.fit.portfolio import MOST as MOST_SEEN
 from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
 from calmatch.training.config import Config, check_config
-from calmatch.training.setup import build_parts
-from calmatch.training.step import make_training
+from calmatch.training.step import new_training
 
 METHOD = "freematch"  # of a whole network
 PENALTY = "margin(cap=0.98)"
@@ -88,8 +87,6 @@ def check_options(options: FitOptions) -> None:
 
 def choose_network(options: FitOptions, device: torch.device) -> tuple[str, bool, list[str]]:
     """The network's spec, whether it is pretrained, and what to say about it."""
-    if options.start is not None:
-        return options.net or "", False, []
     if options.net is not None:
         item = spec.parse(options.net)
         if item.name.startswith("timm."):  # pretrained unless that is declined
@@ -204,12 +201,21 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
 
 def time_decoding(listed: ImageFolder, size: int, sample: int = 8) -> float:
     """Seconds of one image, by some of them; threads share the work."""
-    names = listed.names[:: max(1, len(listed.names) // sample)][:sample]
-    some, began = ImageFiles(listed.root, names, size, squash=True), time.perf_counter()
+    began, names = (
+        time.perf_counter(),
+        listed.names[:: max(1, len(listed.names) // sample)][:sample],
+    )
+    decode_some(listed.root, names, size)
+    return (time.perf_counter() - began) / len(names) / (os.cpu_count() or 1)
+
+
+def decode_some(root: Path, names: tuple[str, ...], size: int) -> list[Any]:
+    """Pixels of those images that can be decoded."""
+    some, pixels = ImageFiles(root, names, size, squash=True), []
     for place in range(len(names)):
         with contextlib.suppress(ValueError):
-            some.image(place)
-    return (time.perf_counter() - began) / len(names) / (os.cpu_count() or 1)
+            pixels.append(some.image(place))
+    return pixels
 
 
 @dataclass(frozen=True)
@@ -357,7 +363,7 @@ def _time_step(config: Config) -> float:
     """Seconds of a training step, augmentation included, the first ones left out."""
     few = config.replace(steps=12, chunk=4, compile=False)
     with torch.random.fork_rng():
-        run = make_training(few, build_parts(few))
+        run = new_training(few)
         for _ in range(4):
             run.advance()
         began = time.perf_counter()

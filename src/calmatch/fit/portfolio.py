@@ -23,16 +23,10 @@ from scipy import sparse
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from calmatch import augment, console, nets, ops, spec
+from calmatch import augment, console, nets, ops, posthoc, spec
 from calmatch.data import images as stored
 from calmatch.data.images import Images, compute_ordered
 from calmatch.nets import fuse
-from calmatch.posthoc.few import (
-    Estimate,
-    FewLabelTemperature,
-    few_label_error,
-    few_label_temperature,
-)
 from calmatch.training.checkpoint import digest_tensors
 
 Array = NDArray[np.float32]
@@ -230,8 +224,8 @@ class Candidate(NamedTuple):
     log_probs: Array  # [n, C] out of fold, of the labels that were held out
     labels: NDArray[np.int64]  # [n]
     rows: NDArray[np.int64]  # [n] in the pool
-    fitted: FewLabelTemperature
-    error: Estimate  # with the ends of its 95 % interval
+    fitted: posthoc.FewLabelTemperature
+    error: posthoc.Estimate  # with the ends of its 95 % interval
     agreement: float | None = None  # of students of disjoint halves, on unlabelled images
     echo: float | None = None  # as echo_agreement has it
     network: nn.Module | None = None  # whose layers all learned; None: the extractor's own
@@ -334,10 +328,10 @@ def evaluated(
     free, out, y = _log(held if pool is None else pool), _log(held), labels[place]
     each = len(labels) / held.shape[1]
     repeats = len(place) // len(once)
-    fitted = few_label_temperature(
+    fitted = posthoc.few_label_temperature(
         free, out, y, agreement=agreement, echo=echo, labels_a_class=each, repeats=repeats
     )
-    error = few_label_error(fitted, free, out, y, repeats=repeats)
+    error = posthoc.few_label_error(fitted, free, out, y, repeats=repeats)
     mean = np.stack([held[place == k].mean(0) for k in once])
     known = _log(mean), labels[once], rows[once]
     return Candidate(name, weights, embedded, *known, fitted, error, agreement, echo)

@@ -129,17 +129,10 @@ def describe_promise(calibration: Calibration) -> str:
             f"{chosen.certainty:.0%} certainty; below, it says: not sure."
         )
     wanted = f"{chosen.accuracy:.0%} accuracy with {chosen.certainty:.0%} certainty"
+    why = ": even its surest answers are wrong too often. More labels help."
     if chosen.learned:
-        return (
-            f"It cannot promise {wanted} at any confidence yet: more labels help. Until then "
-            + ("every answer is marked not sure.")
-        )
-    if chosen.missing:
-        return (
-            f"It cannot promise {wanted} at any confidence yet: that needs at least "
-            f"{chosen.missing} more evaluated labels. Until then every answer is marked not sure."
-        )
-    return (
-        f"It cannot promise {wanted} at any confidence: even its surest answers are wrong too "
-        f"often. More labels help. Until then every answer is marked not sure."
-    )
+        why = " yet: more labels help."
+    elif chosen.missing:
+        why = f" yet: that needs at least {chosen.missing} more evaluated labels."
+    start = f"It cannot promise {wanted} at any confidence{why}"
+    return f"{start} Until then every answer is marked not sure."

@@ -6,9 +6,9 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -19,27 +19,11 @@ from torch import Generator, Tensor, nn
 from calmatch import augment, console, files, nets, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
 from calmatch.data.images import Images, take_images
-from calmatch.fit import portfolio, text
-from calmatch.fit.crossval import (
-    HeldOut,
-    Outcome,
-    calibrate,
-    count_folds,
-    log_loss,
-    train_fold_models,
-)
-from calmatch.fit.plan import (
-    FitPlan,
-    Job,
-    choose_views,
-    make_plan,
-    read_plan,
-    whole_network_config,
-)
+from calmatch.fit import crossval, portfolio, text
+from calmatch.fit.plan import FitPlan, Job, choose_views, make_plan, read_plan, whole_network_config
 from calmatch.model import load_model
 from calmatch.options import FitOptions
 from calmatch.runs import load_run
-from calmatch.training.config import Config
 from calmatch.training.loop import train
 
 FEW_STEPS, MOST_STEPS = 60, 200  # of one refinement
@@ -48,15 +32,7 @@ RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
 BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
 
 
-class Trained(NamedTuple):
-    """A whole network that learned in one of two ways, and what held-out labels say of it."""
-
-    name: str
-    config: Config  # of the final run
-    held: HeldOut
-
-
-def fit_whole(job: Job, size: int | None) -> Outcome:
+def fit_whole(job: Job, size: int | None) -> crossval.Outcome:
     """The whole network learns, on labelled and unlabelled images, or on the labels alone."""
     options, folder, listed = job.options, job.folder, job.listed
     quiet, options = options.quiet, dataclasses.replace(options, net=job.net)
@@ -76,19 +52,19 @@ def fit_whole(job: Job, size: int | None) -> Outcome:
         console.message(f"  {note}", quiet)
     text.show_stage(3, quiet)
     supervised = options.method is not None and spec.parse(options.method).name == "supervised"
-    ways = (True,) if supervised else (False, True)
+    ways = {"labels-alone": True} if supervised else {"all-pictures": False, "labels-alone": True}
     while True:
         try:
-            tried = [_train_way(options, plan, own, folder, alone) for alone in ways]
-            best = min(tried, key=lambda one: log_loss(one.held))
+            tried = {k: _train_way(options, plan, own, folder, k, v) for k, v in ways.items()}
+            scores = {name: crossval.log_loss(held) for name, held in tried.items()}
+            best = min(tried, key=scores.__getitem__)
             text.show_stage(4, quiet)
-            for one in tried:
-                wrong = float((one.held.log_probs.argmax(1) != one.held.labels).double().mean())
-                kept = ", kept" if one is best and len(tried) > 1 else ""
-                loss = log_loss(one.held)
-                line = f"  {one.name}: {wrong:.1%} wrong, log-loss {loss:.3f}{kept}"
+            for name, held in tried.items():
+                wrong = float((held.log_probs.argmax(1) != held.labels).double().mean())
+                kept = ", kept" if name == best and len(tried) > 1 else ""
+                line = f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}"
                 console.message(line, quiet)
-            _adopt_run(folder / "work" / best.name / "all", folder)
+            _adopt_run(folder / "work" / best / "all", folder)
             break
         except (RuntimeError, MemoryError) as error:
             if not console.is_out_of_memory(error):
@@ -102,12 +78,11 @@ def fit_whole(job: Job, size: int | None) -> Outcome:
         temperature_scaled={},
         notes=(*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes),
     )
-    scores = {one.name: log_loss(one.held) for one in tried}
+    held = tried[best]
     note = "Each evaluated label was predicted by a fold model that had not seen it."
-    if not best.held.crossfit:
+    if not held.crossfit:
         note = "The evaluated labels were held out: the model has not seen them."
-    held = best.held
-    return Outcome(own, images, base, held, calibrate(held), best.name, scores, note)
+    return crossval.Outcome(own, images, base, held, crossval.calibrate(held), best, scores, note)
 
 
 def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[FitOptions, bool]:
@@ -124,36 +99,34 @@ def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[
             f"names; add a few labelled pictures of it, or the new model would forget it."
         )
     target = folder / "work" / "start.safetensors"
-    target.parent.mkdir(parents=True, exist_ok=True)
     item = spec.parse(model.note["net"])
     body: Any = model.network.net.body
     frozen, size = item.name == "embedded" and options.freeze is not False, model.size
     if frozen:
         size, item = item.kwargs.get("size", 224), spec.parse(item.kwargs["on"])
         body = body.body
-    state = {k: v.contiguous() for k, v in body.state_dict().items()}
-    files.write(target, safetensors.torch.save(state))
+    _write_tensors(target, body.state_dict())
     settings = {k: v for k, v in item.kwargs.items() if k != "pretrained"}
     net = spec.write(item._replace(kwargs={**settings, "pretrained": str(target.resolve())}))
     return dataclasses.replace(options, net=net, size=options.size or size), frozen
 
 
 def _train_way(
-    options: FitOptions, plan: FitPlan, own: ImageFolder, folder: Path, alone: bool
-) -> Trained:
+    options: FitOptions, plan: FitPlan, own: ImageFolder, folder: Path, name: str, alone: bool
+) -> crossval.HeldOut:
     """Train the network on all labels (or all but those held out), and evaluate it."""
-    name, quiet = "labels-alone" if alone else "all-pictures", options.quiet
-    under, config = folder / "work" / name, whole_network_config(options, plan, alone)
+    under, quiet = folder / "work" / name, options.quiet
+    config = whole_network_config(options, plan, alone)
     console.message(f"  {name}", quiet)
     rows = arrange_rows(own, plan.hold, plan.most, options.seed)
     with console.silence():
         run = train(config, under / "all", quiet=quiet)
         if plan.hold:
             log_probs, labels = run.predictions()
-            return Trained(name, config, HeldOut(log_probs, labels, rows.held, 0))
-        number = count_folds(own.known, config.split_seed)
-        held = train_fold_models(config, under, number, quiet=quiet)
-    return Trained(name, config, held._replace(rows=[rows.train[row] for row in held.rows]))
+            return crossval.HeldOut(log_probs, labels, rows.held, 0)
+        number = crossval.count_folds(own.known, config.split_seed)
+        held = crossval.train_fold_models(config, under, number, quiet=quiet)
+    return held._replace(rows=[rows.train[row] for row in held.rows])
 
 
 def _adopt_run(trained: Path, folder: Path) -> None:
@@ -229,8 +202,13 @@ class Refinement:
                 if len(out := np.flatnonzero(fold == number)):
                     probs.append(self._predict_fold(fold, number, steps, bar))
                     places.append(out)
-            weights = self.student.weights
-            network = self._cached("all", lambda: self._refine(weights, self.labels, steps, bar))
+            weights, path = self.student.weights, self._path("all")
+            if path.exists():  # of an interrupted fit
+                network = self._network(weights)
+                network.load_state_dict(_read_tensors(path))
+            else:
+                network = self._refine(weights, self.labels, steps, bar)
+                _write_tensors(path, network.state_dict())
         logits = self.predict(network, self.images)
         free = np.setdiff1d(np.arange(len(self.images)), self.labelled)
         pool = portfolio.softmax(logits[free]) if len(free) else None
@@ -260,25 +238,11 @@ class Refinement:
         weights = self.teachers.student(self.labelled[rest], self.labels[rest])
         network = self._refine(weights, known, steps, bar)
         probs = portfolio.softmax(self.predict(network, self._some(self.labelled[out])))
-        files.write(path, safetensors.torch.save({"probs": torch.from_numpy(probs)}))
+        _write_tensors(path, {"probs": torch.from_numpy(probs)})
         return probs
 
     def _path(self, name: str) -> Path:
-        folder = self.job.folder / "work" / "refined"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{name}.safetensors"
-
-    def _cached(self, name: str, make: Callable[[], nn.Module]) -> nn.Module:
-        """A network of an interrupted fit, or a new one, which is kept."""
-        path = self._path(name)
-        if path.exists():
-            network = self._network(self.student.weights)
-            network.load_state_dict(_read_tensors(path))
-            return network
-        network = make()
-        state = {k: v.cpu().contiguous() for k, v in network.state_dict().items()}
-        files.write(path, safetensors.torch.save(state))
-        return network
+        return self.job.folder / "work" / "refined" / f"{name}.safetensors"
 
     def _network(self, weights: Any) -> nn.Module:
         classes = self.teachers.classes
@@ -363,6 +327,12 @@ class Refinement:
             shown = [self._normalise(view) for view in self.extractor.views(pixels)]
             parts.append(network.forward_views(shown).logits.float().cpu())
         return torch.cat(parts).numpy()
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    files.write(path, safetensors.torch.save(state))
 
 
 def _read_tensors(path: Path) -> dict[str, Any]:
