@@ -248,7 +248,7 @@ def test_a_prediction_loads_few_modules_and_no_method(trained, photos, tmp_path)
     ended, ours = modules_of("predict", trained, photos, "-o", tmp_path / "out.csv")
     assert ended == ["0", "True"]
     assert not any(name.startswith("calmatch.methods") for name in ours)
-    assert len(ours) <= 18, ours
+    assert len(ours) <= 16, ours
 
 
 def test_help_loads_no_torch():

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import re
 import shlex
 import types
@@ -376,8 +377,12 @@ def write_examples(
 def label_command(run: Run) -> str:
     """The command that asks for the labels a fit would learn most from; "" without a CSV."""
     settings = spec.parse(run.config.dataset).kwargs
-    root, table = settings.get("root"), str(settings.get("labels", ""))
-    words = ["calmatch", "label", str(root), "--labels", table, "--first", str(run.folder)]
+    root, table = str(settings.get("root", "")), str(settings.get("labels", ""))
+    places = [
+        os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+        for path in (root, table, str(run.folder))
+    ]
+    words = ["calmatch", "label", places[0], "--labels", places[1], "--first", places[2]]
     return shlex.join(words) if root and table.endswith(".csv") else ""
 
 
