@@ -155,8 +155,8 @@ class Recorder(portfolio.Teachers):
 
     students: list[tuple[Any, Any]]
 
-    def student(self, rows: Any, labels: Any) -> Any:
-        weights = super().student(rows, labels)
+    def student(self, rows: Any, labels: Any, classes: int | None = None) -> Any:
+        weights = super().student(rows, labels, classes)
         self.students.append((rows, weights))
         return weights
 

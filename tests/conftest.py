@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,21 @@ def write_random_model(folder: Path, net: str, classes: int, size: int) -> torch
         provenance={"seed": 5},
     )
     return body
+
+
+def open_chromium(*logs: str) -> Any:
+    """A headless browser that keeps these logs; a test without one installed is skipped."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not browser or not driver:
+        pytest.skip("Chromium and its driver are not installed; `make test-browser` does that.")
+    os.environ["SE_OFFLINE"] = "true"
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for word in ("headless=new", "no-sandbox", "disable-background-networking"):
+        options.add_argument(f"--{word}")
+    options.add_argument("--disable-dev-shm-usage")
+    options.set_capability("goog:loggingPrefs", dict.fromkeys(logs, "ALL"))
+    return webdriver.Chrome(options=options, service=Service(driver))

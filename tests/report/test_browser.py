@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 
 import pytest
 
 import folders
 from calmatch.report import build
+from conftest import open_chromium
 
 pytestmark = pytest.mark.browser
 SINGLE = ["reliability", "histogram", "smooth", "risk", "confusion", "logits", "curves"]
@@ -46,20 +45,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chromium():
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not browser or not driver:
-        pytest.skip("Chromium and its driver are not installed; `make test-browser` does that.")
-    os.environ["SE_OFFLINE"] = "true"
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for word in ("headless=new", "no-sandbox", "disable-background-networking"):
-        options.add_argument(f"--{word}")
-    options.add_argument("--disable-dev-shm-usage")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
+    opened = open_chromium("browser", "performance")
     opened.set_script_timeout(10)
     watch = {"source": "window.alert = () => { window.alerted = true; };"}
     opened.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", watch)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import ALONE
+from conftest import ALONE, open_chromium
 
 pytestmark = pytest.mark.browser
 EXAMPLE = Path(__file__).parents[2] / "examples" / "draw_pictures.py"
@@ -70,20 +68,7 @@ def start(tmp_path) -> Any:
 
 @pytest.fixture
 def chromium() -> Any:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not browser or not driver:
-        pytest.skip("Chromium and its driver are not installed; `make test-browser` does that.")
-    os.environ["SE_OFFLINE"] = "true"
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for word in ("headless=new", "no-sandbox", "disable-background-networking"):
-        options.add_argument(f"--{word}")
-    options.add_argument("--disable-dev-shm-usage")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
+    opened = open_chromium("browser")
     yield opened
     opened.quit()
 

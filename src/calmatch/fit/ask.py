@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from calmatch.fit.portfolio import Array, Teachers, echo_agreement, softmax
+from calmatch.fit.portfolio import Array, Teachers, echo_agreement, log_clipped, softmax
 from calmatch.posthoc.few import Estimate, few_label_error, few_label_temperature
 
 DIFFUSION, NOISE = 0.99, 0.1  # of the graph's kernel, whose variances are 1; and of an answer
@@ -153,9 +153,8 @@ def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
         own = _student(teachers, rows, labels, half, classes)
         guesses.append((inputs[rest] @ own[:-1] + own[-1]).argmax(1))
     agreement, each = float((guesses[0] == guesses[1]).mean()), len(rows) / classes
-    free = _log_softmax(inputs[rest] @ weights[:-1] + weights[-1])
-    known = (_log_softmax(held), labels[out]) if len(out) else ()
-    teachers.classes = classes
+    free = log_clipped(softmax(inputs[rest] @ weights[:-1] + weights[-1]))
+    known = (log_clipped(softmax(held)), labels[out]) if len(out) else ()
     others = len(rows) < len(inputs)
     echo = echo_agreement(teachers, weights, rows, labels, echoes=3) if others else None
     facts: Any = {"agreement": agreement, "echo": echo, "labels_a_class": each}
@@ -170,13 +169,8 @@ def _student(
 ) -> Array:
     """Of some of the labels; a class that has none among them is never answered."""
     seen = np.unique(labels[kept])
-    teachers.classes = len(seen)
-    own = teachers.student(rows[kept], np.searchsorted(seen, labels[kept]))
+    own = teachers.student(rows[kept], np.searchsorted(seen, labels[kept]), len(seen))
     weights = np.zeros((len(own), classes), np.float32)
     weights[-1] = -20.0
     weights[:, seen] = own
     return weights
-
-
-def _log_softmax(logits: Array) -> Array:
-    return np.asarray(np.log(np.clip(softmax(logits), 1e-6, 1)), np.float32)

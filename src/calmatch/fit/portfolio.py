@@ -135,9 +135,11 @@ class Teachers:
         self.graph = _neighbour_graph(spaces)
         self.inputs = student_input(spaces)
 
-    def student(self, rows: NDArray[Any], labels: NDArray[Any]) -> Array:
+    def student(
+        self, rows: NDArray[Any], labels: NDArray[Any], classes: int | None = None
+    ) -> Array:
         """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
-        targets = np.eye(self.classes, dtype=np.float32)[labels]
+        targets = np.eye(classes or self.classes, dtype=np.float32)[labels]
         rest = np.setdiff1d(np.arange(len(self.inputs)), rows)
         clusters = [_soft_kmeans(space, targets, rows, rest) for space in self.spaces]
         taught = (np.mean(clusters, 0) + self._propagate(targets, rows)) / 2
@@ -146,7 +148,7 @@ class Teachers:
 
     def _propagate(self, targets: Array, rows: NDArray[Any]) -> Array:
         """(I - alpha S)^-1 Y: each class starts with the same mass; rows are normalised."""
-        start = np.zeros((self.graph.shape[0], self.classes), np.float32)
+        start = np.zeros((self.graph.shape[0], targets.shape[1]), np.float32)
         start[rows] = targets / np.maximum(targets.sum(0), 1)
         mass = start
         for _ in range(DIFFUSION_ROUNDS):
@@ -298,7 +300,7 @@ def echo_agreement(
         orders = [random.permutation(np.flatnonzero(drawn == c)) for c in range(share.shape[1])]
         counts = np.bincount(labels, minlength=share.shape[1])
         some = np.concatenate([order[:k] for order, k in zip(orders, counts, strict=True)])
-        own = teachers.student(some, drawn[some])
+        own = teachers.student(some, drawn[some], share.shape[1])
         guesses = (teachers.inputs @ own[:-1] + own[-1]).argmax(1)
         agreements.append((guesses == logits.argmax(1))[free if free.any() else ~free].mean())
         if bar is not None:
@@ -325,7 +327,7 @@ def evaluated(
     """
     held, place = np.concatenate(probs), np.concatenate(places)
     once = np.unique(place)
-    free, out, y = _log(held if pool is None else pool), _log(held), labels[place]
+    free, out, y = log_clipped(held if pool is None else pool), log_clipped(held), labels[place]
     each = len(labels) / held.shape[1]
     repeats = len(place) // len(once)
     fitted = posthoc.few_label_temperature(
@@ -333,11 +335,11 @@ def evaluated(
     )
     error = posthoc.few_label_error(fitted, free, out, y, repeats=repeats)
     mean = np.stack([held[place == k].mean(0) for k in once])
-    known = _log(mean), labels[once], rows[once]
+    known = log_clipped(mean), labels[once], rows[once]
     return Candidate(name, weights, embedded, *known, fitted, error, agreement, echo)
 
 
-def _log(probs: Array) -> Array:
+def log_clipped(probs: Array) -> Array:
     return np.log(np.clip(probs, 1e-6, 1))
 
 
