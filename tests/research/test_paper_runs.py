@@ -41,6 +41,9 @@ def test_every_stage_from_pictures_to_the_page(tmp_path, monkeypatch, capsys):
     again = ("--start", parts, "--minutes", 0.02, "--net", NET, "--batch", 16)
     typed(stages, "pretrain", file, tmp_path / "more", *again)
 
+    typed(stages, "probe", file, parts, "--net", NET, "--tested", 20)
+    assert "4 labels a class: " in capsys.readouterr().out
+
     few = ("--steps", 4, "--seeds", 0, 1, "--net", NET, "--lines", lines, "--done", lines)
     only = ("--only", "eurosat_20 freematch")
     typed(stages, "runs", file, parts, work, *few, *only)
