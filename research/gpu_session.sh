@@ -7,7 +7,6 @@
 #                                zoo; nets: pip install --target of efficientnet_lite1 and lite2)
 #   runs STEPS SECONDS AT_ONCE   carry .paper/eurosat.npz (and small.zip, parts of an earlier session)
 #   tests                        carry .paper/full.zip (all of tools/carry.sh's folder)
-#   losses                       after zoo: research/losses.py with its features
 #   look SECONDS                 what every log says, now and after so long; brings back lines
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -63,18 +62,6 @@ zoo)
   done
   sleep 2; ls /tmp/zoo
   ;;
-losses) # what the margin changes, on the CPU's cores, with the features that `zoo` computed
-  export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 CALMATCH_CACHE=/tmp/cache-efficientnet_lite1
-  for set in /tmp/zoo/*/; do
-    set=$(basename "$set")
-    for split in 0 1; do
-      mkdir -p "/tmp/losses/$set$split" && ln -sfn /tmp/zoo "/tmp/losses/$set$split/zoo"
-      setsid nohup nice -n 10 python3 research/losses.py "/tmp/losses/$set$split" --net efficientnet_lite1 \
-        --sets "$set" --splits $split "$@" >"/tmp/losses/$set$split.log" 2>&1 </dev/null &
-    done
-  done
-  sleep 45; tail -q -n 2 /tmp/losses/*.log
-  ;;
 look)
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; uptime
   tail -n 12 /tmp/runs.log; tail -n 4 /tmp/tests.log; tail -q -n 1 /tmp/zoowork-*/*.log
@@ -82,7 +69,6 @@ look)
   cp /tmp/tests.log /tmp/runs.log "$OUT/"; cp /tmp/work/*/run.log "$OUT/run.log" 2>/dev/null
   sleep "${1:-0}"
   cp /tmp/lines.jsonl "$OUT/lines.jsonl"; cat /tmp/zoowork-*/*/lines.jsonl >"$OUT/zoo.jsonl"; cp /tmp/tests.log /tmp/runs.log "$OUT/"
-  cat /tmp/losses/*/losses.jsonl >"$OUT/losses.jsonl"
   tail -n 3 /tmp/runs.log
   ;;
 esac
