@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from calmatch import cli, load_run, train
-from calmatch.bench import BenchOptions, choose_cells, engine, shorten
+from calmatch.bench import BenchOptions, choose_cells, engine, paper, shorten
 from calmatch.bench.engine import (
     RUN_LOG,
     Job,
@@ -32,7 +32,6 @@ from calmatch.bench.engine import (
     run_locally,
     saved_step,
 )
-from calmatch.bench.paper import SUITES, Cell
 from calmatch.bench.ray import Coordinator, changed_files, run_attempt
 from calmatch.files import lock, write
 from calmatch.training import loop
@@ -213,14 +212,11 @@ def test_what_does_not_fit_into_the_minutes_is_left(tiny, tmp_path):
 def stand_in(tiny, monkeypatch):
     """A suite of two rows with one seed each, called tiny."""
 
-    def rows():
-        """For tests."""
-        return [
-            Cell("tiny", method, "synthetic_16", 0, tiny(method), "made up")
-            for method in ("supervised", "fixmatch")
-        ]
-
-    monkeypatch.setitem(SUITES, "tiny", rows)
+    rows = [paper.SuiteRow("supervised"), paper.SuiteRow("fixmatch")]
+    monkeypatch.setattr(paper, "SEEDS", (0,))
+    monkeypatch.setitem(paper.SUITES, "tiny", (["synthetic_16"], lambda column: rows))
+    monkeypatch.setitem(paper.RECIPES, "synthetic_16", tiny)
+    monkeypatch.setitem(paper.SOURCES, "synthetic_16", "made up")
 
 
 def test_a_dry_run_lists_states_and_measures_real_steps(stand_in, tmp_path, capsys):
