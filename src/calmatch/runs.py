@@ -166,10 +166,7 @@ class Run(NamedTuple):
 
     def frame(self) -> Any:
         """The log as a pandas DataFrame, a row for each line."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ValueError("A frame needs pandas: pip install pandas.") from error
+        (pandas,) = spec.import_extra("A frame needs pandas: pip install pandas.", "pandas")
         path = self.folder / "metrics.jsonl"
         return pandas.DataFrame(read_lines(path) if path.is_file() else [])
 

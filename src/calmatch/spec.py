@@ -175,6 +175,14 @@ def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Calla
     return typing.cast(Callable[..., Any], target)
 
 
+def import_extra(sentence: str, *names: str) -> list[Any]:
+    """Optional packages; where one is missing, the sentence that names the extra."""
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as error:
+        raise ValueError(sentence) from error
+
+
 def bind(
     spec: Spec, table: Mapping[str, Callable[..., Any]], kind: str, given: int = 0
 ) -> functools.partial[Any]:
@@ -199,7 +207,8 @@ def bind(
         values[key] = value
     hints: dict[str, Any] = {}
     with suppress(NameError, TypeError):
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        plain: Any = getattr(target, "func", target)
+        hints = typing.get_type_hints(plain.__init__ if inspect.isclass(plain) else plain)
     for key, value in values.items():
         if not fits(value, hint := hints.get(key, Any)):
             where = f"{spec.name}({key}=...)"

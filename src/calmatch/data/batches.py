@@ -317,10 +317,6 @@ class Resident:
         """All images in order."""
         yield from self.images.split(size)
 
-    def unchanged(self, size: int) -> Iterator[Tensor]:
-        """All images in order, as views take them."""
-        yield from self.batches(size)
-
     def some(self, rows: Tensor) -> Resident:
         """Only these rows."""
         return Resident(self.images[rows.to(self.device)], self.device)
@@ -376,8 +372,6 @@ class Stream:
         for images in self._load(torch.arange(len(self)).split(size)):
             yield images.to(self.device)
 
-    unchanged = batches  # views take images as they are
-
     def some(self, rows: Tensor) -> Stream:
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
 
@@ -424,6 +418,6 @@ class AugmentedSource:
         self.images, self.transform, self.seed = images, transform, seed
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        for number, some in enumerate(self.images.unchanged(size)):
+        for number, some in enumerate(self.images.batches(size)):
             chance = Generator(some.device).manual_seed(self.seed + number)
             yield self.transform(some, chance)

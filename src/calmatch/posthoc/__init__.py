@@ -349,10 +349,6 @@ class Conformal(NamedTuple):
         table = scores(probs, self.score, self.penalty, self.free, own)
         return (table <= self.threshold) | _first(probs)
 
-    def dump(self) -> dict[str, Any]:
-        """Plain JSON; `load_conformal` reads it back."""
-        return self._asdict()
-
 
 def conformal(
     probs: Any,
@@ -468,10 +464,6 @@ class Selective(NamedTuple):
     certainty: float = 0.95
     cross_fitted: bool = False  # rests on fold models' predictions: approximate
     learned: bool = False  # rests on a prior learned over other datasets; coverage is of unlabelled
-
-    def dump(self) -> dict[str, Any]:
-        """Plain JSON; `load_selective` reads it back."""
-        return self._asdict()
 
 
 def selective(
