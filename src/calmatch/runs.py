@@ -1,15 +1,12 @@
 """A finished run read back from its folder: config, result, predictions, log, example images."""
 
 import csv
-import functools
 import hashlib
 import io
 import json
 import os
 import re
 import shlex
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +31,6 @@ MISTAKES = 24  # most confidently wrong ones
 ASKED = 24  # unlabelled ones whose label would teach most
 SAMPLED = 5000  # unlabelled images predicted; all could take long
 TakeImages = Callable[[Tensor], Tensor]  # rows -> uint8 [n, 3, H, W]
-_field_types = functools.cache(typing.get_type_hints)
 
 
 class Scaled(NamedTuple):
@@ -111,35 +107,15 @@ def _as_json(value: Any) -> Any:
 def read_result(path: Path) -> Result:
     """result.json, every entry checked by its type: a stranger may have written it."""
     entries, values = files.read_json(path), dict[str, Any](folder=path.parent)
-    for name, hint in _field_types(Result).items():
+    for name, hint in spec.field_types(Result).items():
         if name in entries and name != "folder":
             try:
-                values[name] = _typed(entries[name], hint)
+                values[name] = spec.read_as(entries[name], hint)
             except (TypeError, ValueError, KeyError, AttributeError) as error:
                 raise ValueError(f"{path}: {name} is not what it should be.") from error
         elif name in ("title", "classes", "metrics"):
             raise ValueError(f"{path} has no entry {name!r}.")
     return Result(**values)
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """A JSON value as the type says, or a TypeError."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_typed(item, parts[0]) for item in value)
-    if origin in (dict, Mapping) and isinstance(value, dict):
-        return {_typed(key, str): _typed(item, parts[1]) for key, item in value.items()}
-    if origin is types.UnionType or origin is typing.Union:
-        return None if value is None else _typed(value, parts[0])
-    if hasattr(hint, "_fields"):
-        kinds = {k: v for k, v in _field_types(hint).items() if k in value}  # or its default
-        return hint(**{name: _typed(value[name], kind) for name, kind in kinds.items()})
-    fits = origin is None and spec.fits(value, hint) and (hint is not int or 0 <= value < 1 << 62)
-    if not fits or (hint is str and value.encode("utf-8", "ignore").decode() != value):
-        raise TypeError(f"{value!r} is no {hint}")
-    return value
 
 
 class Run(NamedTuple):

@@ -212,11 +212,6 @@ class Lines:
         self.times.close()
 
 
-def find_nonfinite(runs: Sequence[Training]) -> tuple[int, int] | None:
-    """Place and step of the first run with numbers that are not finite; one wait a run."""
-    return next(((k, run.step) for k, run in enumerate(runs) if not is_finite(run)), None)
-
-
 def is_finite(run: Training) -> bool:
     """Whether losses since the last log line, weights, averages and moments are all finite.
 

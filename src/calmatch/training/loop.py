@@ -116,9 +116,10 @@ def _train_from_checkpoint(
             log_due = due(step, config.log_every, config.steps)
             evaluation_due = due(step, config.eval_every, config.steps)
             save_due = due(step, config.saves, config.steps) or stop
-            anything_due = log_due or evaluation_due or save_due
-            if anything_due and (fault := checkpoint.find_nonfinite(trainings)):
-                return fault
+            if log_due or evaluation_due or save_due:
+                for place, run in enumerate(trainings):  # one wait a run
+                    if not checkpoint.is_finite(run):
+                        return place, step
             for run, lines, writer in zip(trainings, logs, writers, strict=True):
                 if log_due:
                     _log(run, lines, bar)
