@@ -434,11 +434,7 @@ def split_names(cell: str) -> tuple[str, ...]:
 def predict_on_ray(
     model: Model, source: ImageSource, batch: int, address: str | None, quiet: bool
 ) -> Iterator[Answered | Skipped]:
-    """The rows that `predict_locally` gives, in the same order, computed by Ray Data.
-
-    Every node must have calmatch installed and see the images under the same path. File names,
-    not images, pass through the machine that asks.
-    """
+    """The rows that `predict_locally` gives, by Ray Data; every node sees the same path."""
     ray = import_ray("ray.data")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     mine = not ray.is_initialized()

@@ -327,11 +327,7 @@ class Examples(NamedTuple):
 def write_examples(
     folder: Path, evaluated: Predicted, labels: Tensor, unlabelled: Predicted | None = None
 ) -> None:
-    """Choose images worth looking at and keep their thumbnails in the run folder.
-
-    `evaluated` are in the order of predictions.npz, `labels` [N] their class ids; `unlabelled` may
-    be a sample.
-    """
+    """Keep thumbnails of images worth looking at; `evaluated` are those of predictions.npz."""
     rows = choose_examples(evaluated.log_probs, labels)
     arrays: dict[str, Any] = {"rows": rows.numpy(), "pictures": _thumbnails(evaluated.take, rows)}
     if unlabelled is not None and len(unlabelled.log_probs):
@@ -384,17 +380,17 @@ def _are_examples(arrays: Mapping[str, Any]) -> bool:
     """Whether arrays from a file have the types and shapes that `write_examples` gives them."""
     if not {"rows", "pictures"} <= arrays.keys():
         return False
+    counts, fits = arrays["asked_of"], True
     for rows, images in (("rows", "pictures"), ("asked_rows", "asked_pictures")):
         ids, pixels = arrays[rows], arrays[images]
-        fits = _is_array(ids, "i", None) and bool((ids >= 0).all()) and pixels.dtype == np.uint8
-        fits = fits and _is_array(pixels, "u", len(ids), 3, None, None)
+        fits = fits and _is_array(ids, "i", None) and bool((ids >= 0).all())
+        fits = fits and _is_array(pixels, "u", len(ids), 3, None, None) and pixels.itemsize == 1
         fits = fits and (len(ids) == 0 or min(pixels.shape) > 0)
-        if not fits or max(pixels.shape[2:]) > THUMBNAIL:
-            return False
-    number, counts, names = len(arrays["asked_rows"]), arrays["asked_of"], arrays.get("asked_files")
-    fits = _is_array(arrays["asked_log_probs"], "f", number, None)
+        fits = fits and max(pixels.shape[2:]) <= THUMBNAIL
+    names = arrays.get("asked_files", ids.astype("U"))
+    fits = fits and _is_array(arrays["asked_log_probs"], "f", len(ids), None)
     fits = fits and _is_array(counts, "i", 2) and bool((counts >= 0).all())
-    return fits and (names is None or _is_array(names, "U", number))
+    return fits and _is_array(names, "U", len(ids))
 
 
 def choose_examples(log_probs: Tensor, labels: Tensor) -> Tensor:

@@ -71,13 +71,10 @@ def temperature(logits: Any, labels: Any) -> Scaling:
 def crossfit_temperature(out_of_fold_logits: Any, labels: Any) -> Scaling:
     """Temperature from very few labels, shrunk towards 1.
 
-    Row i must be predicted by a model that was NOT trained on label i (out of fold): a model fits
-    its own training labels, so they would make it look better calibrated than it is.
-
-    Of labels that are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature
-    gets a Gamma prior with its mode at 1 and weight 2: the penalty 2 (b - 1 - log b) on the summed
-    loss, convex. It stops mattering after some dozens of labels. Fold models saw fewer labels than
-    the final one, so the temperature is, if anything, too warm for it.
+    Row i must be predicted by a model that was NOT trained on label i (out of fold). Of labels that
+    are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature gets a Gamma
+    prior with its mode at 1 and weight 2: the penalty 2 (b - 1 - log b) on the summed loss, convex.
+    It stops mattering after some dozens of labels.
     """
     z, y = check_logits(out_of_fold_logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, PRIOR_WEIGHT)}, len(y))

@@ -96,11 +96,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-    """Write one checkpoint as a .safetensors file, without a copy.
-
-    The library's own `save` copies every byte twice while it holds the interpreter's lock, so
-    that training would wait for it.
-    """
+    """Write one checkpoint as a .safetensors file, without the copies that `save` would make."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(note)

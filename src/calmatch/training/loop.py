@@ -345,11 +345,7 @@ def _make_result(folder: Path, run: Training, log_probs: Tensor, labels: Tensor)
 
 
 def _scale_temperature(log_probs: Tensor, labels: Tensor) -> dict[str, Scaled]:
-    """ECE and NLL of the test set after temperature scaling.
-
-    `crossfit`: each half scaled by the temperature of the other half's labels. `oracle`: by the
-    temperature of the same labels, a bound that no held-out temperature reaches in NLL.
-    """
+    """ECE and NLL of the test set, each half scaled by the other's temperature, or by the same."""
     scaled, ways = {}, {"crossfit": posthoc.temperature_scaled, "oracle": posthoc.oracle_scaled}
     for way, scale in ways.items():
         probs = runs.probabilities(scale(log_probs, labels))
