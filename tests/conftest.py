@@ -50,7 +50,7 @@ def _session(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CALMATCH_CACHE", str(tmp_path_factory.mktemp("cache")))
         for module in (loop, crossval):
-            patch.setattr(module, "RESAMPLES", 20)
+            patch.setattr(module, "RESAMPLES", 3)
         yield
 
 

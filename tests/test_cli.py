@@ -4,46 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from calmatch import cli
-from conftest import ALONE, calmatch
-
-
-def run_python(code, *words):
-    process = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=ALONE
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
-def test_help_answers_without_importing_anything_heavy():
-    code = (
-        "import sys; from calmatch.cli import main; main(['--help']); "
-        "heavy = {'torch', 'numpy', 'matplotlib', 'sklearn', 'tyro'} & set(sys.modules); "
-        "assert not heavy, heavy"
-    )
-    assert "calmatch COMMAND" in run_python(code)
-
-
-OURS = "[name for name in sys.modules if name.split('.')[0] == 'calmatch']"
-
-
-def test_a_run_loads_few_modules_and_the_import_hardly_any(tmp_path):
-    assert int(run_python(f"import sys, calmatch; print(len({OURS}))")) <= 4
-    code = (
-        "import sys; from calmatch.cli import main; "
-        "from calmatch.training import loop; loop.RESAMPLES = 20; "
-        "words = 'train digits_40 --steps 3 --quiet --out'.split(); "
-        f"assert main([*words, sys.argv[1]]) == 0; print(len({OURS}), *{OURS})"
-    )
-    number, *names = run_python(code, tmp_path / "run").split()
-    assert int(number) <= 38, names
+from conftest import calmatch
 
 
 def test_a_real_process_tells_a_mistake_by_its_exit_code(tmp_path):

@@ -185,7 +185,7 @@ def poisoned(tmp_path, monkeypatch) -> types.SimpleNamespace:
     """A folder that is a run, a model and a fit at once, and a module that leaves a trace."""
     monkeypatch.chdir(tmp_path)
     nobody = types.SimpleNamespace(HfApi=lambda **_: (_ for _ in ()).throw(OSError("no network")))
-    monkeypatch.setattr("calmatch.hub._import_hub", lambda: nobody)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", nobody)
     trace = tmp_path / "trace"
     (tmp_path / "poison.py").write_text(f"open({str(trace)!r}, 'w').close()\nThing = str\n")
     for name in ("cat", "dog"):

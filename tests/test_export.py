@@ -69,6 +69,7 @@ def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
     assert json.loads(extra["classes"]) == [f"class {k}" for k in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 def test_tta_is_exported(tmp_path, to):
     write_random_model(tmp_path, "tiny", 4, 8)
@@ -153,29 +154,39 @@ def test_resizing_in_the_graph_is_pillows(high, wide, squash):
     assert float(away.float().mean()) < 0.25  # by the order of the two passes, which varies
 
 
-@pytest.mark.parametrize("to", ["onnx", "pt2"])
-@pytest.mark.parametrize("squash", [False, True])
-def test_jpeg_bytes_of_any_size_get_the_answers_of_predict(tmp_path, to, squash):
+@pytest.mark.parametrize(
+    ("to", "squash", "tta"),
+    [
+        ("onnx", True, 2),
+        ("pt2", False, 1),
+        pytest.param("onnx", False, 1, marks=pytest.mark.slow),
+        pytest.param("pt2", True, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_jpeg_bytes_of_any_size_get_the_answers_of_predict(tmp_path, to, squash, tta):
     write_random_model(tmp_path, "tiny", 4, 24)
     probs = load_model(tmp_path).probabilities(pictures(200, 24, seed=3))
     labels = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0))[:, 0]
     rule = posthoc.Selective(float(probs.amax(1).median()), 0.5, 0.9, 200, 0)
     save_calibration(tmp_path, None, posthoc.conformal(probs, labels, score="aps"), rule)
     note = json.loads((tmp_path / "model.json").read_text())
-    (tmp_path / "model.json").write_text(json.dumps(note | {"squash": squash}))
+    note |= {"squash": squash, "tta": augment.tta_views(tta, 24)}
+    (tmp_path / "model.json").write_text(json.dumps(note))
     loaded = load_model(tmp_path)
-    path = export.export(loaded, tmp_path / f"model.{to}", to)
-    sure = []
+    path, sure = export.export(loaded, tmp_path / f"model.{to}", to), []
+    if to == "onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    else:
+        program = torch.export.load(path).module()
     for number, size in enumerate([(60, 41), (24, 24), (25, 90), (130, 128)] * 3):
         draw = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
         file = tmp_path / f"{number}.jpg"
         Image.fromarray(draw).resize(size).save(file, quality=90)
         bytes_in = torch.from_numpy(np.asarray(Image.open(file)).transpose(2, 0, 1).copy())[None]
         if to == "onnx":
-            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
             out = [torch.from_numpy(x) for x in session.run(None, {"images": bytes_in.numpy()})]
         else:
-            out = list(torch.export.load(path).module()(bytes_in))
+            out = list(program(bytes_in))
         answer = loaded.predict(file)
         assert loaded.classes[int(out[0].argmax())] == answer.label
         assert abs(float(out[0].max()) - answer.confidence) < 0.01

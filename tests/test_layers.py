@@ -99,7 +99,8 @@ import sys
 from calmatch.cli import main
 code = main(sys.argv[1:])
 names = [name for name in sys.modules if name.partition(".")[0] == "calmatch"]
-print(code, len(names), any(name in sys.modules for name in ("torch", "numpy", "tyro")))
+heavy = ("torch", "numpy", "tyro", "matplotlib", "sklearn")
+print(code, len(names), any(name in sys.modules for name in heavy))
 """
 
 

@@ -251,12 +251,6 @@ def test_a_prediction_loads_few_modules_and_no_method(trained, photos, tmp_path)
     assert len(ours) <= 16, ours
 
 
-def test_help_loads_no_torch():
-    ended, ours = modules_of("--help")
-    assert ended == ["0", "False"]
-    assert len(ours) <= 16
-
-
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=5))
 @settings(deadline=None)
 def test_a_set_survives_its_cell(names):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from calmatch import train
 from calmatch.bench import figures
-from calmatch.bench.paper import SUITES, suite_cells
+from calmatch.bench.paper import SUITE_LINES, suite_cells
 from calmatch.bench.render import markdown
 from calmatch.bench.tables import build_tables, gather_runs
 from calmatch.report import charts
@@ -37,8 +37,7 @@ def between(text: str, name: str, content: str) -> str:
 def suites() -> str:
     """The suites with their lines and how many runs they are."""
     lines = ["| suite | what | runs |", "|---|---|---:|"]
-    for name, suite in SUITES.items():
-        line = (suite.__doc__ or "").splitlines()[0]
+    for name, line in SUITE_LINES.items():
         lines.append(f"| `{name}` | {line} | {len(suite_cells(name)):,} |")
     return "\n".join(lines)
 

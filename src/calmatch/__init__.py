@@ -31,22 +31,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 CORE = "Batch Loss Method Metric Objective Output Plan Task Term Transform apart frozen"
+MODULES = {name: name for name in "augment data losses methods metrics nets posthoc".split()}
+MODULES["recipes"] = "training.recipes"
 WHERE = {
     **dict.fromkeys(CORE.split(), "core"),
-    **dict.fromkeys("augment data losses methods metrics nets posthoc".split(), ""),
-    **{"recipes": "training", "Config": "training.config", "Classifier": "estimator"},
+    **{"Config": "training.config", "Classifier": "estimator"},
     **{"Model": "model", "Run": "runs", "load_run": "runs"},
 }  # the module that each public name is in
-__all__ = ["load", "train", "train_seeds", *WHERE]
+__all__ = ["load", "train", "train_seeds", *MODULES, *WHERE]
 
 
 def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> Model:
-    """The model in a run folder: `load("runs/mine").predict("x.jpg")`.
+    """The model in a run folder, or at `hf://user/name` on the Hub; it computes on `device`.
 
-    Args:
-        folder: made by `calmatch fit` or `calmatch train`; or `hf://user/name` on the Hub.
-        device: where to compute.
-        trust: import code that the model names.
+    `load("runs/mine").predict("x.jpg")`; `trust` imports code that the model names.
     """
     from calmatch.model import load_model
 
@@ -58,12 +56,9 @@ def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> Mod
 
 
 def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> Run:
-    """Train one run into its folder; the same call again continues or returns it.
+    """Train one run (see `recipes`) into its folder; the same call again continues or returns it.
 
-    Args:
-        config: what to run; see `recipes`.
-        out: the run folder; by default `runs/` and a name made from the config.
-        quiet: no progress bar and no lines.
+    By default the folder is `runs/` and a name made from the config.
     """
     return train_seeds(config, [config.seed], out, quiet=quiet)[0]
 
@@ -73,11 +68,7 @@ def train_seeds(
 ) -> list[Run]:
     """Train several seeds side by side on one device, each as if alone.
 
-    Args:
-        config: what to run; its own seed is replaced.
-        seeds: one run for each.
-        out: holds a folder per seed (`seed0`, ...); of a single seed it is the run folder itself.
-        quiet: no progress bar and no lines.
+    `out` holds a folder for each (`seed0`, ...); of a single seed it is the run folder itself.
     """
     from calmatch.console import is_first_rank
     from calmatch.report import build
@@ -96,13 +87,8 @@ def train_seeds(
 
 def __getattr__(name: str) -> Any:
     """Import on first use, so that the command line answers at once."""
+    if name in MODULES:
+        return importlib.import_module(f"calmatch.{MODULES[name]}")
     if name not in WHERE:
         raise AttributeError(f"module 'calmatch' has no attribute {name!r}")
-    if not WHERE[name]:
-        return importlib.import_module(f"calmatch.{name}")
-    module = importlib.import_module(f"calmatch.{WHERE[name]}")
-    return (
-        getattr(module, name)
-        if hasattr(module, name)
-        else importlib.import_module(f"{module.__name__}.{name}")
-    )
+    return getattr(importlib.import_module(f"calmatch.{WHERE[name]}"), name)

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -381,8 +381,3 @@ def tta_views(number: int, size: int, *, flip: bool = True, larger: bool = True)
     if not flip:
         views = [view._replace(flipped=False) for view in views]
     return list(dict.fromkeys(views))[:number]
-
-
-def read_tta(views: Sequence[Sequence[Any]]) -> tuple[View, ...]:
-    """The tta views of a model file."""
-    return tuple(View(*view) for view in views)

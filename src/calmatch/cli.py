@@ -216,7 +216,7 @@ def _push(options: opts.PushOptions) -> None:
 def _bench(words: list[str]) -> None:
     """A suite of runs, with its table and figures; on one machine or a cluster."""
     if not words:
-        _listing("suites", "calmatch.bench.paper", "SUITES")(words)
+        _listing("suites", "calmatch.bench.paper", "SUITE_LINES")(words)
         return
     options = _parse("BenchOptions", words, "bench")
     from calmatch.bench import run_suite
@@ -274,7 +274,8 @@ def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
         width = max(map(len, entries))
         for name, item in entries.items():
             plain = getattr(item, "func", item)  # a recipe with its labels chosen
-            line, *_ = (plain.__doc__ or "").strip().splitlines() or [""]  # python -OO has none
+            text = item if isinstance(item, str) else plain.__doc__ or ""  # python -OO has none
+            line, *_ = text.strip().splitlines() or [""]
             print(f"{name:<{width}}  {line}")
 
     show.__doc__ = f"What {kind} there are, a line each."

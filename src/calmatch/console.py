@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,6 +44,7 @@ MEMORY_SETTINGS = {
 ALARM = getattr(signal, "SIGALRM", None)  # Windows has none: there a signal is not repeated
 HANGUP = getattr(signal, "SIGHUP", None)  # the terminal, or the connection to it, has gone
 _silenced = False
+T = TypeVar("T")
 
 
 def message(text: str, quiet: bool = False) -> None:
@@ -183,11 +184,34 @@ def _sentence(error: Exception, command: str) -> str | None:
     return str(error) if ours or hasattr(error, "exit_code") else None
 
 
+@contextmanager
+def say_why(start: str, login: str = "") -> Iterator[None]:
+    """Whatever another program's client raises, in a sentence; of an HTTP status, a hint too."""
+    try:
+        yield
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{start}: {why}{login if '40' in why else ''}") from error
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means too little memory."""
     named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS)
     return named or said or isinstance(error, MemoryError)
+
+
+def unless_out_of_memory(act: Callable[[], T], line: str = "") -> T | None:
+    """What it gives; None, after a line, where memory is too small for it, which is free again."""
+    try:
+        return act()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    free_device_memory()  # the error, which held tensors, is gone
+    if line:
+        message(line)
+    return None
 
 
 def caused_by_memory(error: BaseException | None) -> bool:

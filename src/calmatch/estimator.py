@@ -33,18 +33,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     [0, 1], or of feature vectors [N, D], for which one linear layer learns by the same methods.
     In y, -1 (and in arrays of objects None) means unlabelled.
 
-    Args:
-        method: who teaches whom, a name of `calmatch methods`; None: the best by the labels, and
-            freematch for vectors.
-        penalty: what keeps confidence in bounds, `"margin"` for example; None: as `calmatch fit`
-            chooses; "": nothing.
-        net: of pictures; None: the best pretrained one that can be had.
-        frozen: of pictures; whether only the last layer learns; None: as the labels choose.
-        tta: of pictures; views whose mean a frozen network predicts; None: as the minutes allow.
-        steps: training steps; None: what `minutes` allow for pictures, 300 for vectors.
-        minutes: about how long pictures may take.
-        device: of pictures; cuda, mps, cpu, or auto.
-        random_state: a seed.
+    Settings are those of `calmatch fit`; for vectors `method` is freematch unless another is named,
+    `steps` are 300, and net, frozen, tta, minutes and device do not matter.
 
     Attributes:
         classes_: class names, sorted.

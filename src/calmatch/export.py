@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calmatch import __version__, files
+from calmatch import __version__, files, spec
 from calmatch.model import Model
 
 TOLERANCE = 1e-4  # largest difference of a probability from `Model.probabilities`
@@ -133,14 +133,8 @@ def _run_pt2(data: bytes) -> Any:
 
 
 def _onnx(model: Model, images: Tensor) -> bytes:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript
-    except ImportError as error:
-        sentence = "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
-        raise ValueError(sentence) from error
-    op: Any = onnxscript.opset18
+    why = "ONNX files need an extra: pip install 'calmatch[onnx]', or use --to pt2."
+    op = spec.import_extra(why, "onnxscript", "onnx", "onnxruntime")[0].opset18
 
     def stable_sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
         number = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import jinja2
 import safetensors.torch
 import yaml
 
-from calmatch import __version__, files
-from calmatch.console import message
+from calmatch import __version__, files, spec
+from calmatch.console import message, say_why
 from calmatch.data.images import cache_folder
 from calmatch.model import Model, load_model, read_model_json
 from calmatch.report.charts import reliability_figure, save_figure
@@ -25,14 +24,16 @@ MODEL_FILES = ("model.json", "model.safetensors")
 PREFIX = "net/body.model."  # of a timm network's tensors in our files
 SHOWN = {"error": "error", "ece": "ECE (15 bins)", "smooth_ece": "smooth ECE", "nll": "log-loss"}
 CARD = Path(__file__).with_name("hub.md")
+EXTRA = "The Hub needs an extra: pip install 'calmatch[hub]'."
+LOGIN = "; is the name right, and `hf auth login` done?"
 
 
 def push(folder: Path, name: str, *, private: bool = False) -> str:
     """Upload the model of a finished run with its card; the address of that very commit."""
-    hub, run = _import_hub(), load_run(folder)
+    (hub,), run = spec.import_extra(EXTRA, "huggingface_hub"), load_run(folder)
     with tempfile.TemporaryDirectory() as place:
         write_repository(run, Path(place), name)
-        with _speak_of(name):
+        with say_why(f"The Hub does not take {name}", LOGIN):
             api = hub.HfApi(library_name="calmatch", library_version=__version__)
             api.create_repo(name, private=private, exist_ok=True)
             made = sorted(Path(place).iterdir())
@@ -46,8 +47,8 @@ def pull(address: str) -> Path:
     match = ADDRESS.fullmatch(address.replace("\\", "/"))
     if match is None:
         raise ValueError(f"{address!r} is no model on the Hub: hf://USER/NAME, or ...@REVISION.")
-    hub, (name, revision) = _import_hub(), match.groups()
-    with _speak_of(name):
+    (hub,), (name, revision) = spec.import_extra(EXTRA, "huggingface_hub"), match.groups()
+    with say_why(f"The Hub does not give {name}", LOGIN):
         if not re.fullmatch("[0-9a-f]{40}", revision or ""):
             revision = hub.HfApi().model_info(name, revision=revision).sha
         folder = cache_folder() / "hub" / name.replace("/", "--") / revision
@@ -123,22 +124,3 @@ def _take_timm_names(path: Path) -> None:
         if tensors and not any("/" in key for key in tensors):
             ours = {PREFIX + key: value for key, value in tensors.items()}
             files.write(path, safetensors.torch.save(ours))
-
-
-@contextlib.contextmanager
-def _speak_of(name: str) -> Iterator[None]:
-    """Whatever the Hub's client raises, in a sentence."""
-    try:
-        yield
-    except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()
-        hint = "; is the name right, and `hf auth login` done?" if "40" in why[0] else ""
-        raise ValueError(f"The Hub does not give or take {name}: {why[0]}{hint}") from error
-
-
-def _import_hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ValueError("The Hub needs an extra: pip install 'calmatch[hub]'.") from error
-    return huggingface_hub

@@ -234,8 +234,8 @@ def save_calibration(
     note |= {
         "format": FORMAT,
         "calibration": scaling.dump() if scaling else None,
-        "conformal": conformal.dump() if conformal else None,
-        "selective": selective.dump() if selective else None,
+        "conformal": conformal._asdict() if conformal else None,
+        "selective": selective._asdict() if selective else None,
         "provenance": {**(note.get("provenance") or {}), **(extra or {})},
         "licence": note.get("licence") or LICENCE,
     }
@@ -417,8 +417,8 @@ def _build_network(text: str, note: Mapping[str, Any], own: bool) -> Network:
         width = body.eval()(torch.empty(1, 3, note["size"], note["size"])).features.shape[1]
         method = methods.build(note["method"], Task(classes, 1, 1, width, 1, (1,) * classes))
         heads = method.heads()
-    tta = augment.read_tta(note.get("tta", [augment.View(note["size"])]))
-    views = augment.Views(tta, note["size"])
+    tta = note.get("tta", [augment.View(note["size"])])
+    views = augment.Views([augment.View(*view) for view in tta], note["size"])
     return Network(nets.Net(body, heads), method, note["mean"], note["std"], views).eval()
 
 

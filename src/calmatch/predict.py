@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calmatch import console, files, nets
+from calmatch import console, files, nets, spec
 from calmatch.data.images import (
     SUFFIXES,
     ImageFiles,
@@ -309,13 +309,8 @@ def _open_csv(more: tuple[str, ...], path: Path) -> Iterator[WriteRow]:
 
 @contextmanager
 def _open_parquet(more: tuple[str, ...], path: Path) -> Iterator[WriteRow]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(
-            "Parquet files need an extra: pip install 'calmatch[parquet]', or write a .csv."
-        ) from error
+    why = "Parquet files need an extra: pip install 'calmatch[parquet]', or write a .csv."
+    pyarrow, parquet = spec.import_extra(why, "pyarrow", "pyarrow.parquet")
     text = pyarrow.string()
     kinds = (text, text, pyarrow.float64(), pyarrow.list_(text), pyarrow.bool_())
     columns = [*zip(TABLE_COLUMNS, kinds, strict=True), *((k, pyarrow.float64()) for k in more)]
@@ -439,12 +434,9 @@ def split_names(cell: str) -> tuple[str, ...]:
 def predict_on_ray(
     model: Model, source: ImageSource, batch: int, address: str | None, quiet: bool
 ) -> Iterator[Answered | Skipped]:
-    """The rows that `predict_locally` gives, in the same order, computed by Ray Data.
-
-    Every node must have calmatch installed and see the images under the same path. File names,
-    not images, pass through the machine that asks.
-    """
-    ray = _import_ray()
+    """The rows that `predict_locally` gives, by Ray Data; every node sees the same path."""
+    ray = import_ray("ray.data")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     mine = not ray.is_initialized()
     if mine:
         try:
@@ -462,16 +454,13 @@ def predict_on_ray(
             ray.shutdown()
 
 
-def _import_ray() -> Any:
+def import_ray(*parts: str) -> Any:
+    """Ray, and parts of it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise ValueError("--engine ray needs an extra: pip install 'calmatch[ray]'.") from error
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    return ray
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    why = "--engine ray needs an extra: pip install 'calmatch[ray]'."
+    return spec.import_extra(why, "ray", *parts)[0]
 
 
 def start_ray(ray: Any, address: str | None, level: Any) -> None:

@@ -1,15 +1,12 @@
 """A finished run read back from its folder: config, result, predictions, log, example images."""
 
 import csv
-import functools
 import hashlib
 import io
 import json
 import os
 import re
 import shlex
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +31,6 @@ MISTAKES = 24  # most confidently wrong ones
 ASKED = 24  # unlabelled ones whose label would teach most
 SAMPLED = 5000  # unlabelled images predicted; all could take long
 TakeImages = Callable[[Tensor], Tensor]  # rows -> uint8 [n, 3, H, W]
-_field_types = functools.cache(typing.get_type_hints)
 
 
 class Scaled(NamedTuple):
@@ -111,35 +107,15 @@ def _as_json(value: Any) -> Any:
 def read_result(path: Path) -> Result:
     """result.json, every entry checked by its type: a stranger may have written it."""
     entries, values = files.read_json(path), dict[str, Any](folder=path.parent)
-    for name, hint in _field_types(Result).items():
+    for name, hint in spec.field_types(Result).items():
         if name in entries and name != "folder":
             try:
-                values[name] = _typed(entries[name], hint)
+                values[name] = spec.read_as(entries[name], hint)
             except (TypeError, ValueError, KeyError, AttributeError) as error:
                 raise ValueError(f"{path}: {name} is not what it should be.") from error
         elif name in ("title", "classes", "metrics"):
             raise ValueError(f"{path} has no entry {name!r}.")
     return Result(**values)
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """A JSON value as the type says, or a TypeError."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_typed(item, parts[0]) for item in value)
-    if origin in (dict, Mapping) and isinstance(value, dict):
-        return {_typed(key, str): _typed(item, parts[1]) for key, item in value.items()}
-    if origin is types.UnionType or origin is typing.Union:
-        return None if value is None else _typed(value, parts[0])
-    if hasattr(hint, "_fields"):
-        kinds = {k: v for k, v in _field_types(hint).items() if k in value}  # or its default
-        return hint(**{name: _typed(value[name], kind) for name, kind in kinds.items()})
-    fits = origin is None and spec.fits(value, hint) and (hint is not int or 0 <= value < 1 << 62)
-    if not fits or (hint is str and value.encode("utf-8", "ignore").decode() != value):
-        raise TypeError(f"{value!r} is no {hint}")
-    return value
 
 
 class Run(NamedTuple):
@@ -166,10 +142,7 @@ class Run(NamedTuple):
 
     def frame(self) -> Any:
         """The log as a pandas DataFrame, a row for each line."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ValueError("A frame needs pandas: pip install pandas.") from error
+        (pandas,) = spec.import_extra("A frame needs pandas: pip install pandas.", "pandas")
         path = self.folder / "metrics.jsonl"
         return pandas.DataFrame(read_lines(path) if path.is_file() else [])
 
@@ -354,11 +327,7 @@ class Examples(NamedTuple):
 def write_examples(
     folder: Path, evaluated: Predicted, labels: Tensor, unlabelled: Predicted | None = None
 ) -> None:
-    """Choose images worth looking at and keep their thumbnails in the run folder.
-
-    `evaluated` are in the order of predictions.npz, `labels` [N] their class ids; `unlabelled` may
-    be a sample.
-    """
+    """Keep thumbnails of images worth looking at; `evaluated` are those of predictions.npz."""
     rows = choose_examples(evaluated.log_probs, labels)
     arrays: dict[str, Any] = {"rows": rows.numpy(), "pictures": _thumbnails(evaluated.take, rows)}
     if unlabelled is not None and len(unlabelled.log_probs):
@@ -411,17 +380,17 @@ def _are_examples(arrays: Mapping[str, Any]) -> bool:
     """Whether arrays from a file have the types and shapes that `write_examples` gives them."""
     if not {"rows", "pictures"} <= arrays.keys():
         return False
+    counts, fits = arrays["asked_of"], True
     for rows, images in (("rows", "pictures"), ("asked_rows", "asked_pictures")):
         ids, pixels = arrays[rows], arrays[images]
-        fits = _is_array(ids, "i", None) and bool((ids >= 0).all()) and pixels.dtype == np.uint8
-        fits = fits and _is_array(pixels, "u", len(ids), 3, None, None)
+        fits = fits and _is_array(ids, "i", None) and bool((ids >= 0).all())
+        fits = fits and _is_array(pixels, "u", len(ids), 3, None, None) and pixels.itemsize == 1
         fits = fits and (len(ids) == 0 or min(pixels.shape) > 0)
-        if not fits or max(pixels.shape[2:]) > THUMBNAIL:
-            return False
-    number, counts, names = len(arrays["asked_rows"]), arrays["asked_of"], arrays.get("asked_files")
-    fits = _is_array(arrays["asked_log_probs"], "f", number, None)
+        fits = fits and max(pixels.shape[2:]) <= THUMBNAIL
+    names = arrays.get("asked_files", ids.astype("U"))
+    fits = fits and _is_array(arrays["asked_log_probs"], "f", len(ids), None)
     fits = fits and _is_array(counts, "i", 2) and bool((counts >= 0).all())
-    return fits and (names is None or _is_array(names, "U", number))
+    return fits and _is_array(names, "U", len(ids))
 
 
 def choose_examples(log_probs: Tensor, labels: Tensor) -> Tensor:

@@ -175,6 +175,14 @@ def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Calla
     return typing.cast(Callable[..., Any], target)
 
 
+def import_extra(sentence: str, *names: str) -> list[Any]:
+    """Optional packages; where one is missing, the sentence that names the extra."""
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as error:
+        raise ValueError(sentence) from error
+
+
 def bind(
     spec: Spec, table: Mapping[str, Callable[..., Any]], kind: str, given: int = 0
 ) -> functools.partial[Any]:
@@ -199,7 +207,8 @@ def bind(
         values[key] = value
     hints: dict[str, Any] = {}
     with suppress(NameError, TypeError):
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        plain: Any = getattr(target, "func", target)
+        hints = typing.get_type_hints(plain.__init__ if inspect.isclass(plain) else plain)
     for key, value in values.items():
         if not fits(value, hint := hints.get(key, Any)):
             where = f"{spec.name}({key}=...)"
@@ -222,6 +231,31 @@ def describe(hint: Any) -> str:
         return " or ".join(repr(option) for option in typing.get_args(hint))
     words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
     return words.get(hint, "nothing" if hint is types.NoneType else str(hint))
+
+
+def read_as(value: Any, hint: Any) -> Any:
+    """A JSON value as the type says, a mapping as the tuple it names; or a TypeError."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(read_as(item, parts[0]) for item in value)
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {read_as(key, str): read_as(item, parts[1]) for key, item in value.items()}
+    if origin is types.UnionType or origin is typing.Union:
+        return None if value is None else read_as(value, parts[0])
+    if hasattr(hint, "_fields"):
+        kinds = {k: v for k, v in field_types(hint).items() if k in value}  # or its default
+        return hint(**{name: read_as(value[name], kind) for name, kind in kinds.items()})
+    plain = origin in (None, typing.Literal) and fits(value, hint)
+    if not plain or (hint is int and not 0 <= value < 1 << 62):
+        raise TypeError(f"{value!r} is no {hint}")
+    if hint is str and value.encode("utf-8", "ignore").decode() != value:
+        raise TypeError("it is no valid Unicode")
+    return value
+
+
+field_types = functools.cache(typing.get_type_hints)
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from calmatch import cli, load_run, train
-from calmatch.bench import BenchOptions, choose_cells, engine, shorten
+from calmatch.bench import BenchOptions, choose_cells, engine, paper, shorten
 from calmatch.bench.engine import (
     RUN_LOG,
     Job,
@@ -32,10 +32,8 @@ from calmatch.bench.engine import (
     run_locally,
     saved_step,
 )
-from calmatch.bench.paper import SUITES, Cell
 from calmatch.bench.ray import Coordinator, changed_files, run_attempt
 from calmatch.files import lock, write
-from calmatch.training import loop
 from conftest import ALONE, calmatch
 
 WORKERS = [Worker(f"cpu {k}", {"OMP_NUM_THREADS": "1"}) for k in range(2)]
@@ -56,7 +54,8 @@ def lines_of(folder):
 def test_a_failed_run_stops_no_other_and_seeds_that_share_a_process_end_as_if_alone(
     tiny, tmp_path, monkeypatch
 ):
-    settings = {"bad": tiny(lr=1e30), "good": tiny(), "other": tiny(seed=1, split_seed=1)}
+    fold = tiny(fold=1)  # measured without the bootstrap's seconds
+    settings = {"bad": tiny(lr=1e30), "good": fold, "other": fold.replace(seed=1, split_seed=1)}
     bad, good, other = (Job(name, each, tmp_path / name) for name, each in settings.items())
     items = perform([bad, good, other], [Worker("gpu", {"OMP_NUM_THREADS": "1"}, together=3)])
     assert [item.state for item in items.values()] == ["failed", "finished", "finished"]
@@ -67,7 +66,6 @@ def test_a_failed_run_stops_no_other_and_seeds_that_share_a_process_end_as_if_al
     assert "engine.train_folders" in lines_of(good.folder)[0]
     assert not (other.folder / RUN_LOG).exists()
     assert (other.folder / "report.html").exists()
-    monkeypatch.setattr(loop, "RESAMPLES", 500)  # as in the other process
     alone = train(other.config, tmp_path / "alone", quiet=True)
     for name in FILES:
         assert (alone.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
@@ -213,23 +211,30 @@ def test_what_does_not_fit_into_the_minutes_is_left(tiny, tmp_path):
 def stand_in(tiny, monkeypatch):
     """A suite of two rows with one seed each, called tiny."""
 
-    def rows():
-        """For tests."""
-        return [
-            Cell("tiny", method, "synthetic_16", 0, tiny(method), "made up")
-            for method in ("supervised", "fixmatch")
-        ]
-
-    monkeypatch.setitem(SUITES, "tiny", rows)
+    rows = [paper.SuiteRow("supervised"), paper.SuiteRow("fixmatch")]
+    monkeypatch.setattr(paper, "SEEDS", (0,))
+    monkeypatch.setitem(paper.SUITES, "tiny", (["synthetic_16"], lambda column: rows))
+    monkeypatch.setitem(paper.RECIPES, "synthetic_16", tiny)
+    monkeypatch.setitem(paper.SOURCES, "synthetic_16", "made up")
 
 
-def test_a_dry_run_lists_states_and_measures_real_steps(stand_in, tmp_path, capsys):
+@pytest.mark.slow
+def test_the_throughput_of_a_dry_run_is_of_real_steps(tiny):
+    step, around = engine.measure_throughput(tiny(), WORKERS[0])
+    assert 0 < step < 5
+    assert around > 0
+
+
+def test_a_dry_run_lists_states_and_tells_the_time(stand_in, tmp_path, capsys, monkeypatch):
+    measured = engine.Throughput(1.0, 8.0)
+    monkeypatch.setattr(engine, "measure_throughput", lambda config, worker: measured)
+    monkeypatch.setattr(engine, "local_workers", lambda runs, jobs: WORKERS)
     assert cli.main(["bench", "tiny", "--out", str(tmp_path), "--dry-run", "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["0", "supervised"], ["1", "fixmatch"]]
     assert lines[2] == "Protocol of 0-1: made up."
     assert lines[3] == "2 runs: 2 new."
-    assert lines[4].startswith("Time: about ")
+    assert lines[4] == "Time: about 20 s here, 2 at once; 40 s of one worker in all."
     assert not list(tmp_path.rglob("*.json"))  # nothing was begun
 
 

@@ -47,16 +47,14 @@ def prepared(table):
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)
-def test_a_figure_fits_a_page_and_is_the_same_bytes_each_time(prepared, name):
+def test_a_figure_fits_a_page(prepared, name):
     figure = figures.draw_figure(name, prepared[name])
     assert 3.3 <= figure.get_size_inches()[0] <= 9
-    first = charts.encode(figure, ".svg")
-    assert len(first) > 3000
-    assert charts.encode(figures.draw_figure(name, prepared[name]), ".svg") == first
+    assert len(charts.encode(figure, ".svg")) > 3000
 
 
-@pytest.mark.parametrize("ending", [".pdf", ".png"])
-def test_other_formats_are_the_same_bytes_too(prepared, ending):
+@pytest.mark.parametrize("ending", [".svg", ".pdf", ".png"])
+def test_a_figure_is_the_same_bytes_each_time(prepared, ending):
     drawn = [charts.encode(figures.draw_figure("ranks", prepared["ranks"]), ending) for _ in "ab"]
     assert drawn[0] == drawn[1]
 

@@ -149,7 +149,6 @@ def test_every_source_gives_the_same_pictures_whoever_asks(kind, tmp_path, monke
     source.plan = lambda number: torch.arange(4 * number, 4 * number + 4)
     assert len(source) == len(rows)
     assert torch.equal(torch.cat(list(source.batches(5))), images[rows])
-    assert torch.equal(torch.cat(list(source.unchanged(5))), images[rows])
     assert torch.equal(source.chunk(1), images[rows[4:8]])
     assert torch.equal(
         torch.cat(list(source.some(torch.tensor([2, 0])).batches(5))), images[rows[[2, 0]]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from calmatch.data.images import (
     list_class_folders,
     load_cached,
 )
-from calmatch.files import write, write_json, write_npz
+from calmatch.files import write_json
 from calmatch.training import recipes
 from calmatch.training.config import Config
 from calmatch.training.setup import build_parts
@@ -461,49 +460,6 @@ def test_check_finds_leaks_and_files_that_are_no_pictures(tmp_path):
     (root / "c" / "4.jpg").write_bytes(b"rubbish")
     findings = dict(check_dataset(f"folder(path={str(root)!r}, size=16)"))
     assert findings["undecodable files"].startswith("1\nc/4.jpg")
-
-
-def load_archiver():
-    path = Path(__file__).parents[2] / "research" / "archive.py"
-    place = importlib.util.spec_from_file_location("archiver", path)
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    return module
-
-
-def test_an_archive_holds_a_dataset_slightly_changed(tmp_path):
-    whole = build("synthetic(per_class=200)")  # 800 images: the last sheet is not full
-    content, note = load_archiver().make_archive(whole, 1 << 20)
-    path = tmp_path / "data" / "archive" / "blobs.npz"
-    path.parent.mkdir()
-    write(path, content)
-    for name in ("blobs", str(path)):
-        dataset = build(f"archive(name={name!r})")
-        assert (dataset.classes, dataset.mean) == (whole.classes, whole.mean)
-        assert torch.equal(dataset.labels, whole.labels)
-        assert torch.equal(dataset.test_labels, whole.test_labels)
-        change = (dataset.test_images.float() - whole.test_images.float()).square().mean()
-        assert float(10 * torch.log10(255**2 / change)) == pytest.approx(note["psnr"], abs=1)
-    small = build("archive(name='blobs', size=4, most=100)")
-    assert small.images.shape == (100, 3, 4, 4)
-    with pytest.raises(ValueError, match=r"no archive .*research/archive\.py"):
-        build("archive(name='nothing')")
-    with np.load(path) as arrays:
-        write_npz(path, **{**arrays, "ends": arrays["ends"][:-1]})
-    with pytest.raises(ValueError, match="damaged or no archive"):
-        build("archive(name='blobs', size=6)")
-
-
-TINY_IMAGENET = Path(__file__).parents[3] / "shared" / "data" / "tiny_imagenet_32.npz"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not TINY_IMAGENET.is_file(), reason="tiny_imagenet_32.npz is not here")
-def test_the_archive_of_tiny_imagenet_is_read():
-    dataset = build(f"archive(name={str(TINY_IMAGENET)!r})")
-    assert dataset.images.shape == (95_000, 3, 32, 32)
-    assert dataset.test_images.shape == (5_000, 3, 32, 32)
-    assert (len(dataset.classes), int(dataset.labels.max())) == (200, 199)
 
 
 EUROSAT_ZIP = Path(__file__).parents[3] / "shared" / "data" / "EuroSAT.zip"

@@ -12,7 +12,7 @@ from PIL import Image
 from calmatch.data.folder import own_images, read_folder
 from calmatch.model import load_model
 from calmatch.predict import predict
-from conftest import calmatch, write_random_model
+from conftest import write_random_model
 
 NAMES = ["a.png", "b 1.png", "deep/c.png", "deep/d%20.png", "other/d.png", "z/d.png"]
 
@@ -165,9 +165,8 @@ def test_fiftyone_and_camera_trap_tables_say_what_the_csv_says(folder, model):
     assert seen["deep/c.png"]["deploymentID"] == "deep"
 
 
-def test_a_format_wants_its_ending_and_json_wants_a_format(folder, model):
-    words = ("predict", folder.parent / "run", folder, "-o")
-    done = calmatch(*words, folder.parent / "x.json")
+def test_a_format_wants_its_ending_and_json_wants_a_format(folder, model, typed):
+    done = typed("predict", folder.parent / "run", folder, "-o", folder.parent / "x.json")
     assert (done.returncode, "--format label-studio" in done.stderr) == (2, True)
     with pytest.raises(ValueError, match=r"must end in \.json"):
         predict(model, folder, folder.parent / "x.csv", format="fiftyone", quiet=True)

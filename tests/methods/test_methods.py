@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
-from calmatch import cli, losses, methods, train
+from calmatch import cli, load_run, losses, methods, train
 from calmatch.core import Batch, Method, Objective, Plan, Task, frozen
 from calmatch.methods.fixmatch import FixMatch
 from calmatch.training import checkpoint, recipes
@@ -36,7 +36,9 @@ def start(config):
 
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_the_step_is_one_graph_and_compiled_equals_eager(tiny, method):
-    _compare_compiled(tiny(method, precision="fp64", penalty=penalty(method)), "aot_eager", 1e-9)
+    # one that the others build on, and one that differentiates inside; inductor traces them all
+    backend = "aot_eager" if method in ("fixmatch", "vat") else "eager"
+    _compare_compiled(tiny(method, precision="fp64", penalty=penalty(method)), backend, 1e-9)
 
 
 @pytest.mark.slow
@@ -144,12 +146,14 @@ def two_ranks(tmp_path_factory):
         while not (out / "done").exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         return out
-    script = Path(__file__).parents[1] / "ranks.py"
-    commands = [[sys.executable, str(script), str(out), str(rank)] for rank in range(2)]
-    processes = [subprocess.Popen(c, stderr=subprocess.PIPE, env=ALONE) for c in commands]
-    errors = [process.communicate(timeout=250)[1].decode() for process in processes]
-    (out / "done").touch()
-    assert [process.returncode for process in processes] == [0, 0], errors
+    command = [sys.executable, str(Path(__file__).parents[1] / "ranks.py"), str(out)]
+    other = subprocess.Popen(command, stderr=subprocess.PIPE, env={**ALONE, "RANK": "1"})
+    try:
+        ranks.main(out, 0)  # the first rank is this process
+    finally:
+        errors = other.communicate(timeout=250)[1].decode()
+        (out / "done").touch()
+    assert other.returncode == 0, errors
     return out
 
 
@@ -165,6 +169,11 @@ def test_two_ranks_on_half_batches_equal_one_process(two_ranks, method):
     close = 1e-5 if method == "vat" else 1e-9  # a finite difference with steps of 1e-6
     for name in alone:
         torch.testing.assert_close(alone[name], together[name], atol=close, rtol=close, msg=name)
+
+
+@pytest.mark.ddp
+def test_two_ranks_write_the_run_of_one_process(two_ranks, tmp_path):
+    ranks.compare(train(ranks.CONFIG, tmp_path / "one", quiet=True), load_run(two_ranks / "run"))
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)

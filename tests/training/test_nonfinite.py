@@ -109,7 +109,7 @@ def test_nothing_bad_reaches_a_checkpoint_or_an_evaluation(tiny, tmp_path, every
 
 def test_a_healthy_run_is_looked_at_only_when_the_host_looks_anyway(tiny, tmp_path, monkeypatch):
     checked = []
-    monkeypatch.setattr(checkpoint, "find_nonfinite", lambda runs: checked.append(runs[0].step))
+    monkeypatch.setattr(checkpoint, "is_finite", lambda run: checked.append(run.step) or True)
     train(tiny(steps=12, checkpoint_every=9), tmp_path / "run", quiet=True)
     assert checked == [5, 6, 9, 10, 12]
 
@@ -202,15 +202,16 @@ def test_a_run_stopped_by_a_fault_may_be_continued_with_rollbacks(tiny, tmp_path
 
 def test_numbers_that_a_replay_does_not_repeat_are_told_so(tiny, tmp_path, monkeypatch):
     config = tiny(steps=20, checkpoint_every=5)
-    original = checkpoint.find_nonfinite
+    original, struck = checkpoint.is_finite, []
 
-    def cosmic_ray(runs):
-        if runs[0].step == 10:
+    def cosmic_ray(run):
+        if run.step == 10 and not struck:
+            struck.append(True)
             with torch.no_grad():
-                next(runs[0].parts.net.parameters())[0] = math.nan
-        return original(runs)
+                next(run.parts.net.parameters())[0] = math.nan
+        return original(run)
 
-    monkeypatch.setattr(checkpoint, "find_nonfinite", cosmic_ray)
+    monkeypatch.setattr(checkpoint, "is_finite", cosmic_ray)
     with pytest.raises(ValueError, match="between steps 5 and 10, not so when repeated"):
         train(config, tmp_path / "run", quiet=True)
     tensors, note, facts = checkpoint.read_fault(tmp_path / "run" / "fault")

@@ -1,7 +1,7 @@
 """The paper: its experiments as suites of runs, each with its source, and its published numbers."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ PSEUDO = ("fixmatch", "flexmatch", "freematch")  # the methods the paper adds it
 OTHERS = ("mixmatch", "dash", "adamatch", "defixmatch")
 SUPPLEMENT = "pimodel meanteacher vat remixmatch uda crmatch comatch simmatch softmatch".split()
 COLUMNS = ("cifar100_200", "cifar100_400", "eurosat_20", "eurosat_40", "stl10_40", "stl10_100")
-TEXT = ("stl10_text_40", "stl10_text_100")
+SIMMATCH = (*COLUMNS[:2], "cifar100_1000")
+TEXT, CLASSIC = ("stl10_text_40", "stl10_text_100"), ("cifar10_40", "cifar10_250")
 TAILS = ("10_-10", "10_10", "15_15")
 LONG_TAILED, LONG_TAILED_WRN = (
     tuple(f"cifar100_lt_{net}{tail}" for tail in TAILS) for net in ("", "wrn_")
@@ -41,113 +42,6 @@ class Cell(NamedTuple):
         return Path(self.column) / "+".join(filter(None, slugs)) / f"seed{self.seed}"
 
 
-def main() -> list[Cell]:
-    """Tables 1 and 2: eleven rows on CIFAR-100, EuroSAT and STL-10, error and ECE."""
-    return _cells("main", COLUMNS, _main_rows)
-
-
-def supplement() -> list[Cell]:
-    """The supplement's table: nine further methods beside those of main."""
-    return _cells("supplement", COLUMNS, lambda c: [*map(SuiteRow, SUPPLEMENT), *_main_rows(c)])
-
-
-def simmatch() -> list[Cell]:
-    """The penalty on soft pseudo-labels: SimMatch on CIFAR-100 with 200, 400 and 1,000 labels."""
-    columns = (*COLUMNS[:2], "cifar100_1000")
-    return _cells("simmatch", columns, lambda c: [SuiteRow("simmatch"), _margin("simmatch", c)])
-
-
-def bam() -> list[Cell]:
-    """FixMatch against BaM and against the margin on CIFAR-100."""
-    source = "BaM on USB's network: no code is published (docs/paper.md#bam)"
-    rows = [SuiteRow("fixmatch"), SuiteRow("bam", source=source)]
-    return _cells("bam", COLUMNS[:2], lambda c: [*rows, _margin("fixmatch", c)])
-
-
-def where() -> list[Cell]:
-    """Where the penalty acts: on agreeing pictures (U''), on disagreeing ones (U'), on both."""
-
-    def rows(column: str) -> Iterable[SuiteRow]:
-        for method in PSEUDO:
-            yield SuiteRow(method)
-            yield from (_margin(method, column, on=on) for on in ("", "disagree", "all"))
-
-    return _cells("where", COLUMNS[:2], rows)
-
-
-def losses() -> list[Cell]:
-    """Label smoothing, focal loss or the margin on FreeMatch; ECE, CECE and AECE (radar plots)."""
-    source = "its strength is published nowhere (docs/paper.md#the-penalty); the usual one"
-    rows = [SuiteRow("freematch")]
-    for text in ("smoothing(alpha=0.1)", "focal(gamma=2)"):
-        name = f"freematch + {text.partition('(')[0]}"
-        rows.append(SuiteRow(name, {"unlabelled_loss": text}, source))
-    return _cells("losses", COLUMNS, lambda c: [*rows, _margin("freematch", c)])
-
-
-def longtail() -> list[Cell]:
-    """Three long-tailed CIFAR-100 settings, with ViT-S and with WRN-28-2."""
-    return _cells("longtail", LONG_TAILED + LONG_TAILED_WRN, _pairs)
-
-
-def margin() -> list[Cell]:
-    """How m and the weight act on EuroSAT with 40 labels: nothing the paper shows."""
-
-    def rows(column: str) -> Iterable[SuiteRow]:
-        for method in PSEUDO:
-            yield SuiteRow(method)
-            yield from (_margin(method, column, m=m) for m in (4, 6, 8, 10, 12))
-        for weight in (0.01, 0.03, 0.3, 1.0):
-            yield _margin("freematch", column, m=8, weight=weight)
-
-    return _cells("margin", ["eurosat_40"], rows)
-
-
-def wrn() -> list[Cell]:
-    """The main rows on CIFAR-10 with WRN-28-2 from scratch, the field's classic protocol."""
-    return _cells("wrn", ["cifar10_40", "cifar10_250"], _main_rows)
-
-
-def text() -> list[Cell]:
-    """STL-10 as the paper's text has it: ViT-S/16 at 96 px, layer decay 0.95."""
-    return _cells("text", TEXT, _pairs)
-
-
-def digits() -> list[Cell]:
-    """Supervised and three methods with and without margin: minutes on two cores."""
-    return _cells("digits", ["digits_40"], lambda c: [SuiteRow("supervised"), *_pairs(c)])
-
-
-PARTS = ("main", "supplement", "simmatch", "bam", "where", "losses", "longtail")
-
-
-def paper() -> list[Cell]:
-    """All of the paper's experiments; what several tables share is run once."""
-    runs: dict[Path, Cell] = {}
-    for part in PARTS:
-        for cell in SUITES[part]():
-            runs.setdefault(cell.folder, cell)
-    return list(runs.values())
-
-
-_SUITES = (paper, main, supplement, simmatch, bam, where, losses, longtail, text)
-SUITES: dict[str, Callable[[], list[Cell]]] = {
-    suite.__name__: suite for suite in (*_SUITES, margin, wrn, digits)
-}
-
-
-def suite_cells(suite: str, seeds: Sequence[int] | None = None) -> list[Cell]:
-    """The runs of a suite, rows in the order of its table, the seeds of a row together."""
-    if suite not in SUITES:
-        raise ValueError(f"There is no suite {suite!r}.{spec.nearest(suite, SUITES)}")
-    cells = SUITES[suite]()
-    if seeds is None:
-        return cells
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ValueError("Seeds are different whole numbers from 0 on, one at least.")
-    return [_with_seed(cell, seed) for cell in cells if cell.seed == SEEDS[0] for seed in seeds]
-
-
 class SuiteRow(NamedTuple):
     """A line of a table: a method, what it changes in the recipe, and who says so."""
 
@@ -156,22 +50,24 @@ class SuiteRow(NamedTuple):
     source: str = ""
 
 
-def _cells(
-    suite: str, columns: Iterable[str], rows: Callable[[str], Iterable[SuiteRow]]
-) -> list[Cell]:
-    cells = []
-    for column in columns:
-        for name, changes, note in rows(column):
-            config = RECIPES[column](name.partition(" + ")[0], **changes)
-            source = "; ".join(filter(None, (SOURCES[column], note)))
-            first = Cell(suite, name, column, SEEDS[0], config, source)
-            cells += [_with_seed(first, seed) for seed in SEEDS]
-    return cells
-
-
-def _with_seed(cell: Cell, seed: int) -> Cell:
-    """The cell with another seed; USB draws the labelled images anew with each."""
-    return cell._replace(seed=seed, config=cell.config.replace(seed=seed, split_seed=seed))
+def suite_cells(suite: str, seeds: Sequence[int] | None = None) -> list[Cell]:
+    """The runs of a suite, rows in the order of its table, the seeds of a row together."""
+    if suite not in SUITES:
+        raise ValueError(f"There is no suite {suite!r}.{spec.nearest(suite, SUITES)}")
+    if seeds is not None and (not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds)):
+        raise ValueError("Seeds are different whole numbers from 0 on, one at least.")
+    cells: dict[Path, Cell] = {}
+    for part in PARTS if suite == "paper" else (suite,):
+        columns, rows = SUITES[part]
+        for column in columns:
+            for name, changes, note in rows(column):
+                recipe = RECIPES[column](name.partition(" + ")[0], **changes)
+                source = "; ".join(filter(None, (SOURCES[column], note)))
+                for seed in SEEDS if seeds is None else seeds:
+                    config = recipe.replace(seed=seed, split_seed=seed)  # as USB
+                    cell = Cell(part, name, column, seed, config, source)
+                    cells.setdefault(cell.folder, cell)  # what tables share is run once
+    return list(cells.values())
 
 
 def _main_rows(column: str) -> list[SuiteRow]:
@@ -180,6 +76,33 @@ def _main_rows(column: str) -> list[SuiteRow]:
 
 def _pairs(column: str) -> list[SuiteRow]:
     return [row for method in PSEUDO for row in (SuiteRow(method), _margin(method, column))]
+
+
+def _bam_rows(column: str) -> list[SuiteRow]:
+    source = "BaM on USB's network: no code is published (docs/paper.md#bam)"
+    return [SuiteRow("fixmatch"), SuiteRow("bam", source=source), _margin("fixmatch", column)]
+
+
+def _where_rows(column: str) -> Iterator[SuiteRow]:
+    for method in PSEUDO:
+        yield SuiteRow(method)
+        yield from (_margin(method, column, on=on) for on in ("", "disagree", "all"))
+
+
+def _loss_rows(column: str) -> Iterator[SuiteRow]:
+    source = "its strength is published nowhere (docs/paper.md#the-penalty); the usual one"
+    yield SuiteRow("freematch")
+    for text in ("smoothing(alpha=0.1)", "focal(gamma=2)"):
+        name = f"freematch + {text.partition('(')[0]}"
+        yield SuiteRow(name, {"unlabelled_loss": text}, source)
+    yield _margin("freematch", column)
+
+
+def _margin_rows(column: str) -> Iterator[SuiteRow]:
+    for method in PSEUDO:
+        yield SuiteRow(method)
+        yield from (_margin(method, column, m=m) for m in (4, 6, 8, 10, 12))
+    yield from (_margin("freematch", column, m=8, weight=w) for w in (0.01, 0.03, 0.3, 1.0))
 
 
 def _margin(
@@ -207,6 +130,35 @@ def _published_margin(method: str, column: str) -> tuple[int, str]:
     return 10, "m = 10 (docs/paper.md#margins)"
 
 
+SUITES: dict[str, tuple[Sequence[str], Callable[[str], Iterable[SuiteRow]]]] = {
+    "paper": ((), _pairs),  # all of PARTS
+    "main": (COLUMNS, _main_rows),
+    "supplement": (COLUMNS, lambda c: [*map(SuiteRow, SUPPLEMENT), *_main_rows(c)]),
+    "simmatch": (SIMMATCH, lambda c: [SuiteRow("simmatch"), _margin("simmatch", c)]),
+    "bam": (COLUMNS[:2], _bam_rows),
+    "where": (COLUMNS[:2], _where_rows),
+    "losses": (COLUMNS, _loss_rows),
+    "longtail": (LONG_TAILED + LONG_TAILED_WRN, _pairs),
+    "text": (TEXT, _pairs),
+    "margin": (["eurosat_40"], _margin_rows),
+    "wrn": (CLASSIC, _main_rows),
+    "digits": (["digits_40"], lambda c: [SuiteRow("supervised"), *_pairs(c)]),
+}  # columns, and the rows of each
+SUITE_LINES = {
+    "paper": "All of the paper's experiments; what several tables share is run once.",
+    "main": "Tables 1 and 2: eleven rows on CIFAR-100, EuroSAT and STL-10, error and ECE.",
+    "supplement": "The supplement's table: nine further methods beside those of main.",
+    "simmatch": "The penalty on soft pseudo-labels: SimMatch on CIFAR-100, 200 to 1,000 labels.",
+    "bam": "FixMatch against BaM and against the margin on CIFAR-100.",
+    "where": "Where the penalty acts: on agreeing pictures (U''), disagreeing ones (U'), on both.",
+    "losses": "Label smoothing, focal loss or the margin on FreeMatch; ECE, CECE, AECE (radar).",
+    "longtail": "Three long-tailed CIFAR-100 settings, with ViT-S and with WRN-28-2.",
+    "text": "STL-10 as the paper's text has it: ViT-S/16 at 96 px, layer decay 0.95.",
+    "margin": "How m and the weight act on EuroSAT with 40 labels: nothing the paper shows.",
+    "wrn": "The main rows on CIFAR-10 with WRN-28-2 from scratch, the field's classic protocol.",
+    "digits": "Supervised and three methods with and without margin: minutes on two cores.",
+}
+PARTS = ("main", "supplement", "simmatch", "bam", "where", "losses", "longtail")
 SETS = {"disagree": "U'", "all": "both"}
 _USB_CV = "USB's usb_cv configuration (docs/paper.md#protocol)"
 _STL10 = f"{_USB_CV}; the paper's text names ViT-S and layer decay 0.95 (suite text)"
@@ -225,7 +177,7 @@ SOURCES: Mapping[str, str] = {
     **dict.fromkeys(("stl10_40", "stl10_100"), _STL10),
     **dict.fromkeys(LONG_TAILED, _TAIL_VIT),
     **dict.fromkeys(LONG_TAILED_WRN, _TAIL_WRN),
-    **dict.fromkeys(("cifar10_40", "cifar10_250"), _CLASSIC),
+    **dict.fromkeys(CLASSIC, _CLASSIC),
     **dict.fromkeys(TEXT, _TEXT),
     "digits_40": "calmatch's own recipe (docs/bench.md)",
 }

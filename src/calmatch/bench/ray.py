@@ -5,7 +5,6 @@ where the suite was started, writes into the run folders, and only for the newes
 So nodes share no path, no lock has to work across a network, and an attempt on a lost node cannot
 come back: its process dies with its worker, and what it might still send is refused."""
 
-import os
 import platform
 import signal
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 from calmatch.bench import engine
 from calmatch.bench.engine import Job, SuiteProgress
 from calmatch.files import Busy, lock, read_bytes, write
-from calmatch.predict import start_ray
+from calmatch.predict import import_ray, start_ray
 from calmatch.runs import find_finished
 from calmatch.training.checkpoint import list_checkpoints
 
@@ -68,17 +67,6 @@ def run_on_ray(
     finally:
         if ours:
             ray.shutdown()
-
-
-def import_ray() -> Any:
-    """Ray, or a sentence that says how to get it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError("--engine ray needs Ray: pip install 'calmatch[ray]'.") from error
-    return ray
 
 
 @dataclass

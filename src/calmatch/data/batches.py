@@ -48,20 +48,20 @@ def split(
 ) -> Split:
     """Shuffle each class in turn; the first are labelled, the last validation, the rest unlabelled.
 
-    Args:
-        labels: class ids of the training images; -1 (unknown) is always unlabelled.
-        labelled: how many in all (the same number a class), or how many of each class.
-        seed: of the choice alone, apart from the seed of training.
-        unlabelled: how many of each class; all that are left by default.
-        validation: share of each class held out, with its labels, for choosing a checkpoint.
-        include_labelled: whether the labelled images also serve as unlabelled ones.
-        whole_pool: the unlabelled images are all of them, labelled ones included (STL-10).
-        shuffle_first: shuffle the whole list before splitting, as USB does with EuroSAT.
+    `labels` are class ids, -1 (unknown) always unlabelled; `labelled` is how many in all, the same
+    number a class, or how many of each; of `unlabelled` ones all that are left by default. A share
+    `validation` of each class is held out, with its labels. `whole_pool`: the unlabelled images are
+    all of them, labelled ones included (STL-10); `shuffle_first`: as USB does with EuroSAT.
     """
     y = np.asarray(labels)
     order = np.arange(len(y))
     classes = int(y.max()) + 1
-    wanted = _label_counts(labelled, classes)
+    if isinstance(labelled, int):
+        if labelled < classes or labelled % classes:
+            shared = f"{labelled} labels cannot be shared equally among {classes} classes"
+            raise ValueError(f"{shared}; ask for a multiple of {classes}.")
+        labelled = [labelled // classes] * classes
+    wanted = list(labelled)
     random = np.random.RandomState(seed)  # the legacy generator, which makes the field's splits
     if shuffle_first:
         random.shuffle(order)
@@ -74,10 +74,8 @@ def split(
         ids = order[ids]
         hold = math.floor(validation * len(ids))
         if wanted[k] + hold > len(ids):
-            raise ValueError(
-                f"Class {k} has {len(ids)} training pictures, too few for {wanted[k]} labels "
-                f"and {hold} for validation; ask for fewer."
-            )
+            few = f"too few for {wanted[k]} labels and {hold} for validation; ask for fewer"
+            raise ValueError(f"Class {k} has {len(ids)} training pictures, {few}.")
         stop = len(ids) - hold
         if unlabelled is not None:
             stop = min(stop, wanted[k] + unlabelled[k])
@@ -87,18 +85,6 @@ def split(
     rest.append(np.flatnonzero(y < 0))
     pool = ([*chosen] if include_labelled else []) + rest
     return Split(*(np.concatenate(part).tolist() for part in (chosen, pool, held)))
-
-
-def _label_counts(labelled: int | Sequence[int], classes: int) -> list[int]:
-    """Labelled images of each class."""
-    if not isinstance(labelled, int):
-        return list(labelled)
-    if labelled < classes or labelled % classes:
-        raise ValueError(
-            f"{labelled} labels cannot be shared equally among {classes} classes; "
-            f"ask for a multiple of {classes}."
-        )
-    return [labelled // classes] * classes
 
 
 def long_tail(head: int, gamma: float, classes: int) -> list[int]:
@@ -317,10 +303,6 @@ class Resident:
         """All images in order."""
         yield from self.images.split(size)
 
-    def unchanged(self, size: int) -> Iterator[Tensor]:
-        """All images in order, as views take them."""
-        yield from self.batches(size)
-
     def some(self, rows: Tensor) -> Resident:
         """Only these rows."""
         return Resident(self.images[rows.to(self.device)], self.device)
@@ -376,8 +358,6 @@ class Stream:
         for images in self._load(torch.arange(len(self)).split(size)):
             yield images.to(self.device)
 
-    unchanged = batches  # views take images as they are
-
     def some(self, rows: Tensor) -> Stream:
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
 
@@ -424,6 +404,6 @@ class AugmentedSource:
         self.images, self.transform, self.seed = images, transform, seed
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        for number, some in enumerate(self.images.unchanged(size)):
+        for number, some in enumerate(self.images.batches(size)):
             chance = Generator(some.device).manual_seed(self.seed + number)
             yield self.transform(some, chance)

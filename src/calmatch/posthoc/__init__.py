@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from calmatch import spec
+
 if TYPE_CHECKING:
     from calmatch.posthoc.few import *  # noqa: F403
 else:
@@ -69,13 +71,10 @@ def temperature(logits: Any, labels: Any) -> Scaling:
 def crossfit_temperature(out_of_fold_logits: Any, labels: Any) -> Scaling:
     """Temperature from very few labels, shrunk towards 1.
 
-    Row i must be predicted by a model that was NOT trained on label i (out of fold): a model fits
-    its own training labels, so they would make it look better calibrated than it is.
-
-    Of labels that are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature
-    gets a Gamma prior with its mode at 1 and weight 2: the penalty 2 (b - 1 - log b) on the summed
-    loss, convex. It stops mattering after some dozens of labels. Fold models saw fewer labels than
-    the final one, so the temperature is, if anything, too warm for it.
+    Row i must be predicted by a model that was NOT trained on label i (out of fold). Of labels that
+    are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature gets a Gamma
+    prior with its mode at 1 and weight 2: the penalty 2 (b - 1 - log b) on the summed loss, convex.
+    It stops mattering after some dozens of labels.
     """
     z, y = check_logits(out_of_fold_logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, PRIOR_WEIGHT)}, len(y))
@@ -161,7 +160,7 @@ def load_scaling(saved: Any) -> Scaling:
         raise ValueError(f"A calibration names one of {', '.join(_APPLY)} as its kind.")
     values = {key: value for key, value in saved.items() if key not in ("kind", "labels")}
     labels = saved.get("labels", 0)
-    if not are_counts([labels]):
+    if type(labels) is not int or labels < 0:
         raise ValueError("The calibration says a number of labels that is none.")
     if not _are_settings(kind, values):
         raise ValueError(f"The {kind} calibration is malformed.")
@@ -173,12 +172,8 @@ def _are_settings(kind: str, values: Mapping[str, Any]) -> bool:
     if kind == "identity":
         return not values
     if kind == "temperature":
-        low, high = TEMPERATURES
-        return (
-            set(values) == {kind}
-            and are_numbers([*values.values()])
-            and low <= values[kind] <= high
-        )
+        numbers, (low, high) = [*values.values()], TEMPERATURES
+        return set(values) == {kind} and are_numbers(numbers) and low <= numbers[0] <= high
     names = ("odds", "right") if kind == "isotonic" else ("factor", "shift")
     if set(values) != set(names) or not all(are_numbers(values[name]) for name in names):
         return False
@@ -194,10 +189,6 @@ def are_numbers(values: Any) -> bool:
     return isinstance(values, list) and all(
         type(v) in (int, float) and abs(v) < 1e9 and math.isfinite(v) for v in values
     )
-
-
-def are_counts(values: list[Any]) -> bool:
-    return all(type(v) is int and v >= 0 for v in values)
 
 
 def _apply_isotonic(logp: Tensor, odds: list[float], right: list[float]) -> Tensor:
@@ -247,10 +238,8 @@ def check_logits(logits: Any, labels: Any) -> tuple[Any, Any]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError("logits and labels must be arrays of numbers.") from error
     if z.ndim != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or len(y) == 0:
-        raise ValueError(
-            f"Scaling needs logits [N, C >= 2] and labels [N], at least one; "
-            f"these are {tuple(z.shape)} and {tuple(y.shape)}."
-        )
+        shapes = f"at least one; these are {tuple(z.shape)} and {tuple(y.shape)}"
+        raise ValueError(f"Scaling needs logits [N, C >= 2] and labels [N], {shapes}.")
     if y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
         raise ValueError(f"labels must be integer class ids, not {y.dtype}.")
     log_probs, low, high = check_log_probs(z), int(y.min()), int(y.max())
@@ -316,9 +305,8 @@ def matching_temperature(log_probs: Sequence[Any], confidence: float) -> float:
     from scipy import optimize
 
     def surplus(log_heat: float) -> float:
-        return (
-            float(np.mean([mean_confidence(z, np.exp(log_heat)) for z in log_probs])) - confidence
-        )
+        means = [mean_confidence(z, np.exp(log_heat)) for z in log_probs]
+        return float(np.mean(means)) - confidence
 
     low, high = (float(np.log(limit)) for limit in TEMPERATURES)
     if surplus(low) <= 0:  # falls with the temperature
@@ -349,10 +337,6 @@ class Conformal(NamedTuple):
         table = scores(probs, self.score, self.penalty, self.free, own)
         return (table <= self.threshold) | _first(probs)
 
-    def dump(self) -> dict[str, Any]:
-        """Plain JSON; `load_conformal` reads it back."""
-        return self._asdict()
-
 
 def conformal(
     probs: Any,
@@ -367,20 +351,15 @@ def conformal(
 ) -> Conformal:
     """Sets that hold the true class of a new image with probability >= `coverage`.
 
-    That probability is over the sample of the calibration labels and of the new image together,
-    which must be exchangeable (a random sample of the same images), and the labels must neither
-    train the model nor choose its calibration. It is an average over images: a rare class or a
-    hard kind of image may be covered less. With fewer than coverage / (1 - coverage) labels sets
-    are everything, and `missing` says how many labels are lacking.
+    That probability is over the sample of the calibration labels (calibrated probs [N, C], labels
+    [N]) and of the new image together, which must be exchangeable (a random sample of the same
+    images), and the labels must neither train the model nor choose its calibration. It is an
+    average over images: a rare class or a hard kind of image may be covered less. With fewer than
+    coverage / (1 - coverage) labels sets are everything; `missing` says how many are lacking.
 
     Args:
-        probs: [N, C], calibrated.
-        labels: [N] class ids.
-        coverage: the promise.
         score: `lac` (smallest sets on average), `aps` (larger sets where it is harder), or `raps`
             (aps with `penalty` added for each rank after the first `free` ones).
-        penalty: of raps.
-        free: ranks of raps that cost nothing.
         seed: a class's own probability counts in a random part, as in the papers of aps and raps:
             coverage is exact. By default it does not count, which is repeatable.
         cross_fitted: noted in the result: the predictions are out of fold, by fold models.
@@ -469,10 +448,6 @@ class Selective(NamedTuple):
     cross_fitted: bool = False  # rests on fold models' predictions: approximate
     learned: bool = False  # rests on a prior learned over other datasets; coverage is of unlabelled
 
-    def dump(self) -> dict[str, Any]:
-        """Plain JSON; `load_selective` reads it back."""
-        return self._asdict()
-
 
 def selective(
     confidence: Any,
@@ -555,41 +530,31 @@ def _starts(n: int, error: float, doubt: float) -> list[int]:
 
 
 def load_conformal(saved: Any) -> Conformal:
-    """From what `dump` gave; a ValueError in one sentence for anything else."""
-    rule = _rule_fields(saved, Conformal)
-    if not (
-        rule
-        and rule["score"] in get_args(Score)
-        and are_counts([rule[key] for key in ("labels", "missing", "free", "seed")])
-        and are_numbers([rule[key] for key in ("coverage", "penalty", "threshold")])
-        and 0 < rule["coverage"] < 1
-    ):
+    """From a model file; a ValueError in one sentence for anything that is none."""
+    rule: Conformal | None = _read_rule(saved, Conformal)
+    if rule is None or not 0 < rule.coverage < 1:
         raise ValueError("The prediction sets (conformal) are malformed.")
-    return Conformal(**saved)
+    return rule
 
 
 def load_selective(saved: Any) -> Selective:
-    """From what `dump` gave; a ValueError in one sentence for anything else."""
-    rule = _rule_fields(saved, Selective)
-    names = "coverage bound accuracy certainty threshold".split()
-    if not (
-        rule
-        and are_numbers([rule[name] for name in names])
-        and all(0 <= rule[name] <= 1 + 1e-6 for name in names)
-        and are_counts([rule["labels"], rule["missing"]])
-    ):
+    """From a model file; a ValueError in one sentence for anything that is none."""
+    rule: Selective | None = _read_rule(saved, Selective)
+    shares = (
+        (rule.coverage, rule.bound, rule.accuracy, rule.certainty, rule.threshold or 0)
+        if rule
+        else ()
+    )
+    if rule is None or not all(0 <= share <= 1 + 1e-6 for share in shares):
         raise ValueError("The operating point (selective) is malformed.")
-    return Selective(**saved)
+    return rule
 
 
-def _rule_fields(saved: Any, kind: type[Conformal] | type[Selective]) -> dict[str, Any]:
-    """The fields of a rule, 0 for what may be None; nothing if they are not the rule's.
-
-    Those with a default may be missing: an older version knew fewer.
-    """
-    saved = kind._field_defaults | saved if isinstance(saved, dict) else {}
-    flags = [saved[key] for key in ("cross_fitted", "learned") if key in saved]
-    if set(saved) != set(kind._fields) or not all(type(flag) is bool for flag in flags):
-        return {}
-    optional = ("threshold", "seed")
-    return {key: 0 if value is None and key in optional else value for key, value in saved.items()}
+def _read_rule(saved: Any, kind: type[Conformal] | type[Selective]) -> Any:
+    """None if its fields are not the rule's; an older version knew fewer, which have defaults."""
+    try:
+        rule = spec.read_as(saved, kind)
+    except (TypeError, ValueError, AttributeError):
+        return None
+    numbers = [value for value in rule if isinstance(value, float)]
+    return rule if set(saved) <= set(kind._fields) and are_numbers(numbers) else None

@@ -86,15 +86,11 @@ def few_label_temperature(
 ) -> FewLabelTemperature:
     """The posterior of the temperature: without labels the prior's, with many their likeliest.
 
-    Args:
-        free: log-probabilities [N, C] of unlabelled images.
-        held: log-probabilities [n, C] of labelled images, by models that have not seen their label.
-        labels: [n] class ids.
-        agreement: of models of disjoint halves of the labels, as in `expected_accuracy`.
-        echo: likewise. Where either is None nothing is known, and the prior is wide around 1.
-        labels_a_class: that the model learned from, for the prior.
-        repeats: how often each label is in `held`; together they count once.
-        prior: as in prior.json, for a study that leaves datasets out.
+    From log-probabilities [N, C] of unlabelled images (free), and [n, C] of labelled ones (held) by
+    models that have not seen their labels [n]; where each is in `held` several times (repeats),
+    together they count once. `agreement` and `echo` are those of `expected_accuracy`; where either
+    is None nothing is known, and the prior is wide around 1. A study that leaves datasets out has a
+    `prior` of its own.
     """
     z, learned = check_log_probs(torch.as_tensor(free)), prior or read_prior()
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)

@@ -1,7 +1,6 @@
 """The report page: one HTML file from run folders alone; it opens from disk and loads nothing."""
 
 import base64
-import contextlib
 import functools
 import hashlib
 import io
@@ -17,7 +16,8 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
-from calmatch import files, metrics, runs
+from calmatch import files, metrics, runs, spec
+from calmatch.console import say_why
 from calmatch.model import read_calibration
 from calmatch.report import summary, text
 from calmatch.report.summary import Predictions
@@ -328,15 +328,12 @@ def describe_data(run: Run) -> str:
 
 def write_tensorboard(run: Run) -> Path:
     """Write the numbers of metrics.jsonl under tensorboard/ in the run folder, anew."""
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError as error:
-        sentence = "TensorBoard is not installed; pip install 'calmatch[tensorboard]'."
-        raise ValueError(sentence) from error
+    why = "TensorBoard is not installed; pip install 'calmatch[tensorboard]'."
+    (tensorboard,) = spec.import_extra(why, "torch.utils.tensorboard.writer")
     folder = run.folder / "tensorboard"
     for old in folder.glob("events.out.*"):
         old.unlink()
-    with SummaryWriter(folder) as writer:
+    with tensorboard.SummaryWriter(folder) as writer:
         writer.add_text("config", f"    {json.dumps(run.config.dump(), indent=4)}")
         for step, when, values in _logged_values(run):
             for name, value in values.items():
@@ -346,12 +343,10 @@ def write_tensorboard(run: Run) -> Path:
 
 def write_wandb(run: Run) -> str:
     """The same numbers as a run of Weights & Biases; with WANDB_MODE=offline in the run folder."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError("W&B is not installed; pip install 'calmatch[wandb]'.") from error
+    (wandb,) = spec.import_extra("W&B is not installed; pip install 'calmatch[wandb]'.", "wandb")
     settings: Any = {"project": os.environ.get("WANDB_PROJECT", "calmatch"), "name": run.title}
-    with _speak_of("W&B"), wandb.init(**settings, dir=run.folder, config=run.config.dump()) as one:
+    settings |= {"dir": run.folder, "config": run.config.dump()}
+    with say_why("W&B does not take the run"), wandb.init(**settings) as one:
         for step, _, values in _logged_values(run):
             one.log(values, step=step)
         return str(one.url or Path(one.dir).parent)
@@ -359,35 +354,22 @@ def write_wandb(run: Run) -> str:
 
 def write_mlflow(run: Run) -> str:
     """The same numbers as a run of MLflow; without MLFLOW_TRACKING_URI in the run folder."""
-    try:
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder needs no database
-        import mlflow
-        from mlflow.entities import Metric, Param
-    except ImportError as error:
-        raise ValueError("MLflow is not installed; pip install 'calmatch[mlflow]'.") from error
-    with _speak_of("MLflow"):
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder needs no database
+    why = "MLflow is not installed; pip install 'calmatch[mlflow]'."
+    mlflow, kinds = spec.import_extra(why, "mlflow", "mlflow.entities")
+    with say_why("MLflow does not take the run"):
         place = os.environ.get("MLFLOW_TRACKING_URI") or (run.folder / "mlruns").resolve().as_uri()
         client, name = mlflow.MlflowClient(place), "calmatch"
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         number = client.create_run(experiment, run_name=run.title).info.run_id
-        params = [Param(k, str(v)) for k, v in run.config.dump().items() if v is not None]
+        params = [kinds.Param(k, str(v)) for k, v in run.config.dump().items() if v is not None]
         client.log_batch(number, params=params)
         for step, when, values in _logged_values(run):
             unix = int(1000 * (when or 0))
-            client.log_batch(number, [Metric(k, v, unix, step) for k, v in values.items()])
+            client.log_batch(number, [kinds.Metric(k, v, unix, step) for k, v in values.items()])
         client.set_terminated(number)
         return f"{place} {number}"
-
-
-@contextlib.contextmanager
-def _speak_of(program: str) -> Iterator[None]:
-    """Whatever another program's client raises, in a sentence."""
-    try:
-        yield
-    except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{program} does not take the run: {why}") from error
 
 
 def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, float]]]:

@@ -96,11 +96,7 @@ def save_checkpoint(
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
-    """Write one checkpoint as a .safetensors file, without a copy.
-
-    The library's own `save` copies every byte twice while it holds the interpreter's lock, so
-    that training would wait for it.
-    """
+    """Write one checkpoint as a .safetensors file, without the copies that `save` would make."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(note)
@@ -210,11 +206,6 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         self.file.close()
         self.times.close()
-
-
-def find_nonfinite(runs: Sequence[Training]) -> tuple[int, int] | None:
-    """Place and step of the first run with numbers that are not finite; one wait a run."""
-    return next(((k, run.step) for k, run in enumerate(runs) if not is_finite(run)), None)
 
 
 def is_finite(run: Training) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
-import typing
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,6 @@ SPECS = "dataset method net labelled_loss unlabelled_loss penalty weak strong".s
 WITH_CROSS_ENTROPY = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
 # may change when a run is continued:
 FREE_FIELDS = "device compile engine eval_batch source memory workers on_nan keep_views".split()
-_field_types = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def _read_number(field: str, value: Any) -> Any:
 
 def check_config(config: Config) -> None:
     """Raise a ValueError for values that cannot be meant."""
-    for name, hint in _field_types(Config).items():
+    for name, hint in spec.field_types(Config).items():
         value, least = getattr(config, name), SMALLEST.get(name, 0)
         if not spec.fits(value, hint):
             raise ValueError(f"{name} cannot be {value!r}; it takes {spec.describe(hint)}.")

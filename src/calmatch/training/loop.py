@@ -116,9 +116,10 @@ def _train_from_checkpoint(
             log_due = due(step, config.log_every, config.steps)
             evaluation_due = due(step, config.eval_every, config.steps)
             save_due = due(step, config.saves, config.steps) or stop
-            anything_due = log_due or evaluation_due or save_due
-            if anything_due and (fault := checkpoint.find_nonfinite(trainings)):
-                return fault
+            if log_due or evaluation_due or save_due:
+                for place, run in enumerate(trainings):  # one wait a run
+                    if not checkpoint.is_finite(run):
+                        return place, step
             for run, lines, writer in zip(trainings, logs, writers, strict=True):
                 if log_due:
                     _log(run, lines, bar)
@@ -344,11 +345,7 @@ def _make_result(folder: Path, run: Training, log_probs: Tensor, labels: Tensor)
 
 
 def _scale_temperature(log_probs: Tensor, labels: Tensor) -> dict[str, Scaled]:
-    """ECE and NLL of the test set after temperature scaling.
-
-    `crossfit`: each half scaled by the temperature of the other half's labels. `oracle`: by the
-    temperature of the same labels, a bound that no held-out temperature reaches in NLL.
-    """
+    """ECE and NLL of the test set, each half scaled by the other's temperature, or by the same."""
     scaled, ways = {}, {"crossfit": posthoc.temperature_scaled, "oracle": posthoc.oracle_scaled}
     for way, scale in ways.items():
         probs = runs.probabilities(scale(log_probs, labels))

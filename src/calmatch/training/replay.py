@@ -79,17 +79,14 @@ def replay_run(options: ReplayOptions) -> Comparison:
         comparison = _compare_logs(lines, _read_log(again, config.steps))
         if steps is None:
             comparison = _compare_predictions(comparison, folder, again)
-    then, now = ({**facts, **_versions(facts)} for facts in (before, now))
-    shared = [name for name in then if name in now and name != "versions"]
+    for facts in (before, now):
+        versions = facts.pop("versions", None)
+        facts |= versions if isinstance(versions, dict) else {}
+    then, shared = before, [name for name in before if name in now]
     differ = [f"{k} {then[k]} -> {now[k]}" for k in shared if then[k] != now[k]]
     comparison = comparison._replace(differ=differ)
     _print_comparison(comparison, options.tolerance)
     return comparison
-
-
-def _versions(facts: Mapping[str, Any]) -> dict[str, Any]:
-    versions = facts.get("versions")
-    return versions if isinstance(versions, dict) else {}
 
 
 def _replay_config(folder: Path, options: ReplayOptions) -> Config:

@@ -280,10 +280,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 def allow_recompiles() -> None:
-    """Let this process compile the step of every run it makes; else it stops after eight.
-
-    The limits are torch's and stay raised: a step is compiled long after its run was asked for.
-    """
+    """Let this process compile the step of every run it makes; else torch stops after eight."""
     from torch._dynamo import config
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
+from calmatch.spec import import_extra
+
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
@@ -122,14 +124,12 @@ def build_app(
     lifespan: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
 ) -> Starlette:
     """Routes behind the guard, for the socket they will be served on."""
-    try:
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-    except ImportError as error:
-        raise ValueError("This needs a web server: pip install 'calmatch[web]'.") from error
+    why = "This needs a web server: pip install 'calmatch[web]'."
+    apps, middleware = import_extra(why, "starlette.applications", "starlette.middleware")
     port = place.getsockname()[1]
-    guard = Middleware(Guard, token=token, hosts=hosts, port=port, limit=limit)
-    return Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)
+    guard = middleware.Middleware(Guard, token=token, hosts=hosts, port=port, limit=limit)
+    app: Starlette = apps.Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)
+    return app
 
 
 def run(app: Any, place: socket.socket) -> None:
