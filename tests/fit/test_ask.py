@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -85,3 +86,18 @@ def test_a_class_with_one_label_that_is_held_out_counts_as_wrong():
     assert alone.sum() == 1
     assert learned.held[alone].argmax() != 2
     assert (learned.held[~alone].argmax(1) == learned.truth[~alone]).mean() > 0.8
+
+
+@pytest.mark.slow
+def test_after_a_label_of_2000_images_the_model_is_new_within_two_seconds():
+    draw = np.random.default_rng(0)
+    kind = draw.integers(0, 10, 2000)
+    last = np.abs(0.5 * draw.standard_normal((10, 1280))[kind] + draw.standard_normal((2000, 1280)))
+    features = portfolio.Features([np.asarray(last, np.float32)])
+    spaces = portfolio.Embedding.fit(features).spaces(features)
+    teachers = portfolio.Teachers(spaces, 10)
+    chooser, rows = ask.Questions(spaces, teachers.graph), draw.permutation(2000)[:80]
+    began = time.process_time()  # more than an idle machine's wall clock: two cores add up
+    learned = ask.learn(teachers, rows, kind[rows], rows[:16])
+    chooser.next(rows, learned.probs(teachers.inputs), 8)
+    assert time.process_time() - began < 2.0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -292,6 +295,25 @@ def test_a_second_server_and_another_programs_file_are_refused(folder, tmp_path)
 def test_names_that_a_csv_would_change_are_left_out():
     names = ["a.png", " b.png", "c,\n.png", "\udcff.png"]
     assert [label._is_plain(name) for name in names] == [True, False, True, False]
+
+
+def test_class_folders_begin_a_new_file_where_unlabelled_says_what_they_are(tmp_path):
+    path = tmp_path / "labels.csv"
+    names = ["a/1.jpg", "b/x/2.jpg", "loose.jpg", "unlabelled/3.jpg"]
+    begin = label._by_class_folder(names)
+    assert begin == {"a/1.jpg": "a", "b/x/2.jpg": "b"}
+    assert label._by_class_folder(["2024/1.jpg", "2025/2.jpg"]) == {}  # any tree of photographs
+    answers = label.Answers(path, names, begin)
+    assert rows_of(path)[1:] == [["a/1.jpg", "a"], ["b/x/2.jpg", "b"]]
+    answers.undo(0)
+    assert label.Answers(path, names, begin).held == {"a/1.jpg": ("label", "a")}  # not once more
+
+
+def test_a_fit_ends_with_the_server_that_started_it():
+    words = [sys.executable, "-c", label.WATCHED, "methods"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as fit:
+        fit.stdin.close()  # as the kernel does for a server that was killed
+        assert fit.wait(60) in (-signal.SIGTERM, 143, 15)  # 15: Windows
 
 
 def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import minimize
+from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 
 from calmatch import augment, console, nets, ops, posthoc, spec
@@ -38,6 +39,7 @@ NEIGHBOURS, DIFFUSION, DIFFUSION_ROUNDS = 10, 0.9, 60  # of label propagation
 STAGES = 0.5  # length of the earlier stages' features relative to the last layer's
 DECAY = 3e-2  # weight decay of the student
 MOST = 6000  # unlabelled images the teachers see: a graph of all would be quadratic
+BLAS = ThreadpoolController()  # on small matrices two of its threads take twice as long as one
 
 
 class Features(NamedTuple):
@@ -141,10 +143,11 @@ class Teachers:
         """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
         targets = np.eye(classes or self.classes, dtype=np.float32)[labels]
         rest = np.setdiff1d(np.arange(len(self.inputs)), rows)
-        clusters = [_soft_kmeans(space, targets, rows, rest) for space in self.spaces]
-        taught = (np.mean(clusters, 0) + self._propagate(targets, rows)) / 2
-        taught[rows] = targets
-        return fit_linear(self.inputs, taught, DECAY)
+        with BLAS.limit(limits=1, user_api="blas"):
+            clusters = [_soft_kmeans(space, targets, rows, rest) for space in self.spaces]
+            taught = (np.mean(clusters, 0) + self._propagate(targets, rows)) / 2
+            taught[rows] = targets
+            return fit_linear(self.inputs, taught, DECAY)
 
     def _propagate(self, targets: Array, rows: NDArray[Any]) -> Array:
         """(I - alpha S)^-1 Y: each class starts with the same mass; rows are normalised."""
@@ -520,9 +523,10 @@ def time_student(images: int, classes: int, rounds: int = 4) -> float:
     targets = np.full((images, classes), 1 / classes, np.float32)
     inputs += np.random.default_rng(0).normal(size=inputs.shape).astype(np.float32)
     targets[:, 0] += inputs[:, 0]
-    began = time.perf_counter()
-    fit_linear(inputs, targets, DECAY, rounds)
-    return (time.perf_counter() - began) * 2 * 60 / rounds
+    with BLAS.limit(limits=1, user_api="blas"):
+        began = time.perf_counter()
+        fit_linear(inputs, targets, DECAY, rounds)
+        return (time.perf_counter() - began) * 2 * 60 / rounds
 
 
 def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:

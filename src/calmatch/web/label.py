@@ -13,7 +13,7 @@ import traceback
 import unicodedata
 import webbrowser
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ import numpy as np
 
 from calmatch import console, files, ops, posthoc
 from calmatch.data import images as stored
-from calmatch.data.folder import ImageFolder, decode_folder, list_images, match_labels, read_labels
+from calmatch.data.folder import (
+    UNLABELLED,
+    ImageFolder,
+    decode_folder,
+    list_images,
+    match_labels,
+    read_labels,
+)
 from calmatch.fit import ask, portfolio
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
@@ -35,6 +42,14 @@ SHOWN, SMALL, TINY = 1200, 256, 128  # pixels: of a picture, of one in a grid; b
 GROUP, PAGE, AHEAD = 12, 60, 8  # pictures in a group, on a page of the list, chosen beforehand
 LONGEST = 100  # characters of a class's name
 OTHER = {"none": "none of these", "unsure": "cannot tell"}
+# a command that ends with the process that holds the other end of its stdin, however that ends
+WATCHED = """
+import os, signal, sys, threading
+gone = lambda: (sys.stdin.buffer.read(), os.kill(os.getpid(), signal.SIGTERM))
+threading.Thread(target=gone, daemon=True).start()
+from calmatch.cli import main
+sys.exit(main())
+"""
 REPORT_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data: blob:; font-src data:; sandbox allow-scripts allow-downloads"
@@ -50,7 +65,7 @@ def label(options: LabelOptions) -> None:
     usable, odd = [name for name in names if _is_plain(name)], "a CSV cannot hold its name"
     skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
     with _hold(path):
-        answers = Answers(path, usable)
+        answers = Answers(path, usable, _by_class_folder(usable))
         session = prepare(options, answers, usable, skipped)
         place, token = listen("127.0.0.1", options.port), secrets.token_urlsafe(16)
         app = build_app(routes(session), place, token=token, limit=LIMIT)
@@ -70,6 +85,15 @@ def label(options: LabelOptions) -> None:
 def _is_plain(name: str) -> bool:
     """Whether a name comes out of a CSV as it went in."""
     return name == name.strip() and name == stored.valid_text(name)
+
+
+def _by_class_folder(names: Sequence[str]) -> dict[str, str]:
+    """Labels as `fit` sees them, where a folder `unlabelled` says that the others are classes."""
+    first = {name: name.partition("/")[0] for name in names if "/" in name}
+    classes = {text for text in first.values() if text.lower() not in UNLABELLED}
+    if len(classes) == len(set(first.values())):
+        return {}
+    return {name: text.strip() for name, text in first.items() if text in classes}
 
 
 @contextmanager
@@ -92,21 +116,26 @@ class Stale(Exception):
 
 class Answers:
     """What a person said of each picture, by name. Labels lie in one file, as `fit` reads it;
-    "none of these" and "cannot tell" beside it in NAME.other.csv, so that `fit` takes no notice."""
+    "none of these" and "cannot tell" beside it in NAME.other.csv, so that `fit` takes no notice.
+    A new file begins with the labels of class folders."""
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
+    def __init__(self, path: Path, names: Sequence[str], begin: Mapping[str, str] = {}) -> None:
         self.path, self.other = path, path.with_name(f"{path.stem}.other.csv")
         self.lock, self.version = threading.RLock(), 0
         self.held: dict[str, Answer] = {}
         kinds = {text: kind for kind, text in OTHER.items()}
         for name, text in self._read(self.other, names).items():
             self.held[name] = (kinds.get(text, "unsure"), "")
-        for name, text in self._read(path, names).items():
+        fresh = bool(begin) and not path.exists()
+        for name, text in (begin if fresh else self._read(path, names)).items():
             self.held.pop(name, None)  # a kill between two files: the label came first or last
             self.held[name] = ("label", text)
         self.classes = list(dict.fromkeys(text for _, text in self.held.values() if text))
         self.log: list[list[tuple[str, Answer | None]]] = [[(name, None)] for name in self.held]
         self.written = {each: self._table(each) for each in (self.path, self.other)}
+        if fresh:
+            files.write(path, self.written[path])
+            console.message(f"{path} begins with the {len(begin)} labels of class folders.")
 
     @staticmethod
     def _read(path: Path, names: Sequence[str]) -> dict[str, str]:
@@ -463,8 +492,8 @@ class Fit:
         self.out, self.lines = out, deque[str](maxlen=200)
         words = ["fit", str(root), "--labels", str(labels), "--out", str(out)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "calmatch", *words],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", WATCHED, *words],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
