@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import os
 import secrets
 import subprocess
 import sys
@@ -46,6 +47,7 @@ Change = tuple[str, Answer | None, Answer | None]  # of a name: what it was, wha
 def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
     path = options.labels
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path  # else a file took its place
     names, skipped = list_images(options.pictures)
     usable, odd = [name for name in names if _is_plain(name)], "a CSV cannot hold its name"
     skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
@@ -463,7 +465,7 @@ class Fit:
         self.out, self.lines = out, deque[str](maxlen=200)
         words = ["fit", str(root), "--labels", str(labels), "--out", str(out)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "calmatch", *words],
+            [sys.executable, "-P", "-m", "calmatch", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
