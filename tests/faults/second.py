@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from forks import starved
+from forks import Watch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -1029,8 +1029,7 @@ def prepare(home: Path) -> None:
 def perform(attack: Attack, home: Path, here: Path) -> str:
     """Nothing, or what went wrong."""
     shutil.copytree(home, here)
-    output, began = here.with_suffix(".txt"), time.monotonic()
-    patience = PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    output, watch = here.with_suffix(".txt"), Watch()
     if (pid := os.fork()) == 0:
         _act(attack, here, output)
     code = status = None
@@ -1038,8 +1037,7 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if not found:
             status = None
-            late = time.monotonic() - began - patience
-            if late > 0 and late > _starved(pid):
+            if watch.seconds() > PATIENCE:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 return f"it hangs; it said: {output.read_text(errors='replace')[-200:]}"
@@ -1066,12 +1064,6 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
     if usage.ru_maxrss * 1024 - BEFORE > ROOM:
         return f"{usage.ru_maxrss >> 10} MiB of memory"
     return ""
-
-
-def _starved(session: int) -> float:
-    """Seconds in which processes of an attack had no core, because others had them."""
-    pids = subprocess.run(["ps", "-o", "pid=", "-s", str(session)], capture_output=True, text=True)
-    return sum(starved(int(pid)) for pid in pids.stdout.split())
 
 
 def _find(folder: Path, name: str) -> str:
@@ -1145,8 +1137,10 @@ def main() -> int:
     held: Counter[str] = Counter()
     findings, began = [], time.monotonic()
     import anew
+    import later
 
-    attacks = [attack for family in (*FAMILIES, *anew.FAMILIES) for attack in family()]
+    families = (*FAMILIES, *anew.FAMILIES, *later.FAMILIES)
+    attacks = [attack for family in families for attack in family()]
     for number, attack in enumerate(attacks):
         if options.only not in f"{attack.kind}: {attack.name}":
             continue

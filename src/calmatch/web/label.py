@@ -194,8 +194,9 @@ def prepare(
     order = sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())
     first: list[str] = []
     if options.first is not None:
-        examples = load_examples(options.first)
-        first = [name for name in examples.asked_files if name in set(order)] if examples else []
+        if (examples := load_examples(options.first)) is None:
+            raise ValueError(f"{options.first} is no run of `calmatch fit`.")
+        first = [name for name in examples.asked_files if name in set(order)]
     known = set(list(answers.held)[-ask.MOST :]) | set(first)
     free = [name for name in order if name not in answers.held][: ask.MOST]
     pool = known | set(free)

@@ -37,7 +37,8 @@ Reply = tuple[int, dict[str, Any]]  # an HTTP status, and what is sent as JSON
 
 def serve(options: ServeOptions) -> None:
     """Answer until SIGINT or SIGTERM; requests that have come are answered first."""
-    if options.batch < 0 or options.workers < 0 or min(options.megabytes, options.megapixels) <= 0:
+    largest = min(options.megabytes, options.megapixels)
+    if options.batch < 0 or options.workers < 0 or not 0 < largest < float("inf"):
         raise ValueError("--batch and --workers are at least 0, --megabytes and --megapixels more.")
     model = load(options.run, device=str(ops.pick_device(options.device)), trust=options.trust)
     place, near = listen(options.host, options.port), _is_loopback(options.host)
