@@ -11,9 +11,11 @@ import json
 import os
 import pkgutil
 import signal
+import subprocess
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,45 @@ def test_files_are_opened_by_one_function():
     assert not [line for line in wrong if not any(word in line for word in allowed)]
 
 
+def test_a_process_that_is_started_does_not_look_for_modules_where_it_is(tmp_path):
+    """`-m` and `-c` put the current folder first: a calmatch.py or torch.py among pictures."""
+    found = [
+        [ast.unparse(word) for word in node.elts[:2]]
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.List)
+        and node.elts
+        and "sys.executable" in ast.unparse(node.elts[0])
+    ]
+    assert len(found) > 2
+    assert all(words == ["sys.executable", "'-P'"] for words in found)
+    for name in ("calmatch", "torch", "numpy", "json"):
+        (tmp_path / f"{name}.py").write_text("open('trap', 'w').close()")
+    words = [sys.executable, "-P", "-m", "calmatch", "--version"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "trap").exists()
+
+
+WALL_CLOCK = {  # who may look at a clock that a person can set: dates for people, ages of files
+    "checkpoint.py": 1, "files.py": 1, "images.py": 1, "labelfiles.py": 1, "engine.py": 1,
+}  # fmt: skip
+
+
+def test_no_span_of_time_is_measured_by_a_clock_that_can_be_set():
+    """--minutes, rates and waits go by the monotonic clock: a jump of the other changes nothing."""
+    found: Counter[str] = Counter()
+    for path, tree in TREES.items():
+        for owner, name, _ in calls(tree):
+            wall = (owner, name) == ("time", "time") or name in (
+                "now",
+                "today",
+                "utcnow",
+                "time_ns",
+            )
+            found[path.name] += wall
+    assert +found == WALL_CLOCK
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "socket"])
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "x.png"
@@ -111,6 +152,11 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
         files.read_json(path)
     with pytest.raises(ValueError, match=r"regular|No such device"):
         files.read_arrays(path)
+
+
+def test_an_empty_file_is_read_without_room_for_the_largest(tmp_path):
+    (tmp_path / "log").touch()
+    assert files.read_bytes(tmp_path / "log", 1 << 60) == b""  # was a MemoryError
 
 
 @pytest.mark.parametrize("format", ["EPS", "PPM", "PCX", "ICO", "TGA", "PDF"])

@@ -19,7 +19,18 @@ from PIL import Image
 from calmatch import cli, posthoc
 from calmatch.data.images import decode
 from calmatch.model import load_model, save_calibration
-from calmatch.predict import Answered, join_names, open_table, predict, skipped_path, split_names
+from calmatch.predict import (
+    Answered,
+    ImageSource,
+    check_table,
+    join_names,
+    open_table,
+    predict,
+    predict_locally,
+    predict_on_ray,
+    skipped_path,
+    split_names,
+)
 from conftest import ALONE, write_random_model
 
 
@@ -310,6 +321,34 @@ def test_memory_does_not_grow_with_the_number_of_pictures(trained, tmp_path):
     assert peaks[1] < peaks[0] + 20
 
 
+def test_a_name_like_a_formula_is_left_as_it_is_and_spoken_of(trained, tmp_path, capsys):
+    """A table is looked up by names again, so that none is changed; a spreadsheet is warned of."""
+    import pandas
+
+    names = ["=cmd|'x'!A0.png", "@SUM(1+1).png", "-5.png", "a=b.png"]
+    for k, name in enumerate(names):
+        draw(tmp_path / "photos" / name, k)
+    predict(load_model(trained), tmp_path / "photos", tmp_path / "o.csv", quiet=True)
+    assert sorted(pandas.read_csv(tmp_path / "o.csv")["file"]) == sorted(names)
+    assert "3 names begin like a formula" in capsys.readouterr().err
+    predict(load_model(trained), tmp_path / "photos" / "a=b.png", tmp_path / "o.csv", quiet=True)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row",
+    (
+        "a.png,cat,nan,0.5,0.5 a.png,cat,1.5,0.5,0.5 a.png,cow,0.5,0.5,0.5 a.png,cat,0.5 "
+        "a.png,cat,0,0,0 a.png,cat,0.5,-1,0.5 a.png a.png,cat,1e400,1,0"
+    ).split(),
+)
+def test_a_table_that_predict_did_not_write_is_a_sentence(tmp_path, row):
+    (tmp_path / "t.csv").write_text(f"file,label,confidence,p(cat),p(dog)\n{row}\n")
+    (tmp_path / "l.csv").write_text("file,label\na.png,cat\n")
+    with pytest.raises(ValueError, match=r"not a table that|no probability of"):
+        check_table(tmp_path / "t.csv", tmp_path / "l.csv")
+
+
 @pytest.mark.ray
 def test_a_cluster_that_does_not_answer_is_one_sentence(trained, photos, tmp_path):
     pytest.importorskip("ray")
@@ -351,6 +390,33 @@ def test_a_ray_cluster_of_two_nodes_writes_the_same_table(trained, photos, tmp_p
             float(other.pop("confidence")), abs=2e-6
         )
         assert row == other
+
+
+@pytest.mark.ray
+def test_a_node_that_vanishes_during_predict_costs_no_row(trained, tmp_path):
+    """Its pictures are predicted elsewhere; where no node is left, a sentence says so."""
+    pytest.importorskip("ray")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    draw(tmp_path / "pictures" / "000.png", 0, 1500)
+    for k in range(1, 80):
+        (tmp_path / "pictures" / f"{k:03d}.png").hardlink_to(tmp_path / "pictures" / "000.png")
+    loaded, source = load_model(trained), ImageSource(tmp_path / "pictures")
+    here = list(predict_locally(loaded, source, 4, 1))
+    room = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **room})
+    try:
+        nodes = [cluster.add_node(num_cpus=1, **room) for _ in range(2)]
+        ray.init(address=cluster.address, log_to_driver=False)
+        rows = predict_on_ray(loaded, source, 1, None, True)
+        there = [next(rows)]
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        there += rows
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert [(row.file, row.label) for row in here] == [(row.file, row.label) for row in there]
 
 
 @pytest.mark.parametrize("name", ["a\rb,c.png", "a\nb.png", '"q".png', "a,b.png"])

@@ -53,7 +53,8 @@ def read_bytes(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
     """A whole file, if it is a regular one and not too large; an OSError else."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= most and len(data := file.read((size or most) + 1)) <= most:
+        room = max(size, 1 << 20) + 1  # what a file that says 0 may hold all the same
+        if size <= most and len(data := file.read(room)) <= most:
             return data
     raise OSError(errno.EINVAL, f"it is larger than {most >> 20} MiB", str(path))
 

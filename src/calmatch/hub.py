@@ -50,13 +50,14 @@ def pull(address: str) -> Path:
     (hub,), (name, revision) = spec.import_extra(EXTRA, "huggingface_hub"), match.groups()
     with say_why(f"The Hub does not give {name}", LOGIN):
         if not re.fullmatch("[0-9a-f]{40}", revision or ""):
-            revision = hub.HfApi().model_info(name, revision=revision).sha
+            revision = str(hub.HfApi().model_info(name, revision=revision).sha)
+            if not re.fullmatch("[0-9a-f]{40}", revision):  # a folder will be called so
+                raise ValueError(f"{revision!r:.60} is no commit.")
         folder = cache_folder() / "hub" / name.replace("/", "--") / revision
         for file in MODEL_FILES:  # and nothing else that may be there
             if not (folder / file).is_file():
                 hub.hf_hub_download(name, file, revision=revision, local_dir=folder)
-                if file == "model.safetensors":
-                    _take_timm_names(folder / file)
+    _take_timm_names(folder / MODEL_FILES[1])
     message(f"Model: hf://{name}@{revision}")
     return folder
 
@@ -120,7 +121,9 @@ def _write_timm_config(body: Any, model: Model, path: Path) -> None:
 def _take_timm_names(path: Path) -> None:
     """A network that timm can load too has timm's names on the Hub, and ours here."""
     with contextlib.suppress(safetensors.SafetensorError):  # loading it will say what is wrong
+        with safetensors.safe_open(files.regular(path), "pt") as file:
+            if not file.keys() or any("/" in key for key in file.keys()):  # noqa: SIM118
+                return
         tensors = safetensors.torch.load_file(files.regular(path))
-        if tensors and not any("/" in key for key in tensors):
-            ours = {PREFIX + key: value for key, value in tensors.items()}
-            files.write(path, safetensors.torch.save(ours))
+        ours = {PREFIX + key: value for key, value in tensors.items()}
+        files.write(path, safetensors.torch.save(ours))

@@ -40,6 +40,7 @@ SHOWN = 10  # skipped files that are named on the console
 REMEMBERED = 100  # skipped files that are remembered; all are written
 TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
 ROW_GROUP = 16_384  # rows of one Parquet row group
+FORMULA = re.compile(r"[=+@\t\r-](?![\d.]+$)")  # how a cell begins that a spreadsheet computes
 RAY_BATCH = 256  # images that a worker of Ray's is sent at once
 RAY_BLOCKS = 1000  # pieces of work that Ray keeps track of
 
@@ -96,11 +97,12 @@ def predict(
         rows = predict_on_ray(model, source, batch or RAY_BATCH, address, quiet)
     else:
         rows = predict_locally(model, source, batch, workers, probs)
-    answered = sure = skipped = 0
+    answered = sure = skipped = formulas = 0
     bar = console.ProgressBar("Pictures", total, 0, quiet, "pictures")
     with open_table(out, classes, format, (source.root, model.version)) as table, bar:
         for row in rows:
             bar.advance(1)
+            formulas += any(map(FORMULA.match, row[:2]))
             if isinstance(row, Answered):
                 table.write(row)
                 answered, sure = answered + 1, sure + row.sure
@@ -113,6 +115,8 @@ def predict(
             file, reason = table.skipped[0]
             raise ValueError(f"No picture in {source.path} can be decoded; {file}: {reason}")
     counts = Counts(answered, sure, skipped, out)
+    if formulas and out.suffix == ".csv":  # names are left as they are: they are looked up again
+        console.warn(f"{formulas} names begin like a formula: let a spreadsheet import it as text.")
     for line in _summarise(model, counts, table.skipped[:SHOWN]):
         console.message(line, quiet)
     return counts
@@ -377,18 +381,22 @@ def check_table(path: Path, labels: Path) -> Checked:
     """A table that `predict` wrote, beside a label file."""
     try:
         text = files.read_bytes(path).decode("utf-8-sig")
-        rows = list(csv.DictReader(io.StringIO(text, newline="")))
+        rows = list(csv.DictReader(io.StringIO(text, newline=""), restval=""))
         columns = [name for name in rows[0] if re.fullmatch(r"p\(.*\)", name, re.DOTALL)]
         answers = [
             (row["file"], row["label"], float(row["confidence"]), [float(row[k]) for k in columns])
             for row in rows
         ]
+        if not all(
+            own > 0 and all(0 <= p <= 1 for p in (own, *every)) for *_, own, every in answers
+        ):
+            raise ValueError("no probabilities")
     except (UnicodeDecodeError, csv.Error, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a table that `calmatch predict` wrote.") from error
     truth = _read_truth(labels, [file for file, *_ in answers])
     names = {*truth.values(), *(label for _, label, *_ in answers)}
     classes = [name[2:-1] for name in columns] or sorted(names)
-    if strange := sorted(set(truth.values()) - set(classes)):
+    if strange := sorted(names - set(classes)):
         raise ValueError(f"{path} has no probability of {strange[0]!r}.")
     return _check([row for row in answers if row[0] in truth], truth, classes)
 
@@ -449,6 +457,10 @@ def predict_on_ray(
             raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
     try:
         yield from _spread_chunks(ray, model, source, batch, quiet)
+    except ray.exceptions.RayTaskError:  # our own fault, on a node
+        raise
+    except ray.exceptions.RayError as error:  # lost nodes, full disks and memories
+        raise ValueError(f"Ray gave up, {type(error).__name__}: {str(error).strip()}") from error
     finally:
         if mine:
             ray.shutdown()

@@ -306,10 +306,8 @@ def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int,
     process = stage.start(case, out, plain=stage.chance.random() < 0.02)
     stage.moment(case, out, process)
     process.send(number)
-    began = time.monotonic()
     code = stage.forks.wait(process)
-    took = time.monotonic() - began
-    told = process.told()
+    took, told = process.took, process.told()
     python = "<frozen" in told and "edge.py" not in told  # nobody of ours was asked yet
     early = (not told or python) and _files(out) == before
     after = any(words in told for words in DONE)  # all is done, Python is ending

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from forks import Watch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -1028,8 +1029,7 @@ def prepare(home: Path) -> None:
 def perform(attack: Attack, home: Path, here: Path) -> str:
     """Nothing, or what went wrong."""
     shutil.copytree(home, here)
-    output, began = here.with_suffix(".txt"), time.monotonic()
-    patience = PATIENCE * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    output, watch = here.with_suffix(".txt"), Watch()
     if (pid := os.fork()) == 0:
         _act(attack, here, output)
     code = status = None
@@ -1037,7 +1037,7 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if not found:
             status = None
-            if time.monotonic() - began > patience:
+            if watch.seconds() > PATIENCE:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 return f"it hangs; it said: {output.read_text(errors='replace')[-200:]}"
@@ -1137,8 +1137,10 @@ def main() -> int:
     held: Counter[str] = Counter()
     findings, began = [], time.monotonic()
     import anew
+    import later
 
-    attacks = [attack for family in (*FAMILIES, *anew.FAMILIES) for attack in family()]
+    families = (*FAMILIES, *anew.FAMILIES, *later.FAMILIES)
+    attacks = [attack for family in families for attack in family()]
     for number, attack in enumerate(attacks):
         if options.only not in f"{attack.kind}: {attack.name}":
             continue

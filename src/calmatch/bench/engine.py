@@ -90,10 +90,10 @@ def job_command(*jobs: Job) -> list[str]:
         if not path.exists() or files.read_json(path) != fields:
             files.write_json(path, fields)
     if len(jobs) > 1:
-        return [sys.executable, "-c", TRAIN_FOLDERS, *(str(job.folder) for job in jobs)]
+        return [sys.executable, "-P", "-c", TRAIN_FOLDERS, *(str(job.folder) for job in jobs)]
     folder = jobs[0].folder
     words = ["train", str(folder / "config.json"), "--out", str(folder), "--trust", "--quiet"]
-    return [sys.executable, "-m", "calmatch", *words]
+    return [sys.executable, "-P", "-m", "calmatch", *words]  # not a calmatch.py in this folder
 
 
 def train_folders() -> int:

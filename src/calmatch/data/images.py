@@ -45,6 +45,8 @@ SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n# Decoded images of ca
 OWN_NAME = re.compile(r"\.?[a-z0-9]+-[0-9a-f-]+\.(npy|json)(\.\d+\.part)?")
 # Damaged metadata does not spoil an image. Once for all: what a thread sets, others restore.
 warnings.filterwarnings("ignore", "", UserWarning, r"PIL\.")
+# Pieces so large that the system takes them back: of small ones every thread would keep its own.
+Image.core.set_block_size(1 << 26)  # type: ignore[attr-defined]
 Pixels = NDArray[np.uint8]
 T = TypeVar("T")
 X = TypeVar("X")

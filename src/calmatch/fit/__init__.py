@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -305,11 +305,7 @@ def _finish(job: plan.Job, outcome: crossval.Outcome) -> runs.Run:
         labels=held.labels.numpy(),
         files=np.array(names),
     )
-    asked = _predict_unlabelled(folder, images, own, options, logits)
-    if asked is not None and asked.rows is not None and teaching:
-        place = {row: k for k, row in enumerate(asked.rows.tolist())}
-        best = torch.tensor([place[row] for row in teaching if row in place], dtype=torch.long)
-        asked = asked._replace(best=best)
+    asked = _predict_unlabelled(folder, images, own, options, logits, teaching)
     rows = torch.tensor(held.rows)
     evaluated = runs.Predicted(
         calibration.log_probs, lambda some: take_images(images, rows[some]), files=names
@@ -351,13 +347,19 @@ def _command(options: FitOptions) -> str:
 
 
 def _predict_unlabelled(
-    folder: Path, images: Images, own: ImageFolder, options: FitOptions, logits: Tensor | None
+    folder: Path,
+    images: Images,
+    own: ImageFolder,
+    options: FitOptions,
+    logits: Tensor | None,
+    teaching: Sequence[int],
 ) -> runs.Predicted | None:
     """Calibrated predictions of unlabelled images (a sample of many), kept with their names."""
     free = torch.tensor([k for k, label in enumerate(own.labels) if label < 0], dtype=torch.long)
     if not len(free):
         return None
-    rows = runs.sample_rows(free, options.seed)
+    best = torch.tensor(teaching, dtype=torch.long)
+    rows = torch.cat([runs.sample_rows(free, options.seed), best]).unique()  # in order
     model = load_model(folder)
     if logits is None:
         parts = []
@@ -371,6 +373,6 @@ def _predict_unlabelled(
     joined = model.calibration(logits).float()
     names = [own.names[row] for row in rows.tolist()]
     files.write_npz(folder / "unlabelled.npz", log_probs=joined.numpy(), files=np.array(names))
-    return runs.Predicted(
-        joined, lambda ids: take_images(images, rows[ids]), rows=rows, files=names, whole=len(free)
-    )
+    taught = torch.searchsorted(rows, best) if len(best) else None
+    shown = (joined, lambda ids: take_images(images, rows[ids]), rows, names, len(free), taught)
+    return runs.Predicted(*shown)

@@ -30,6 +30,7 @@ STRONG = f"{DINO}(pretrained=True, img_size=224)"
 PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
 WRITING = 5.0  # seconds for calibration, files and the page
 FEWEST_SEEN = 200  # unlabelled images that are never dropped
+MOST_LOOKED_AT = 20_000  # unlabelled images; more would settle nothing, and take memory
 SMALLEST_SIZE = 96  # pixels, below which a pretrained network sees too little
 HOLD_FROM = 200  # labels from which some are held out when the whole network learns
 FEWEST, MOST = 60, 5000  # steps of a whole network
@@ -159,7 +160,8 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
     First goes what the teachers do not see anyway, then views, then size, then unlabelled images.
     """
     options, own = job.options, extractor.size
-    labels, everything = len(job.listed.known), len(job.listed.names)
+    labels, whole = len(job.listed.known), len(job.listed.names)
+    everything = min(whole, labels + MOST_LOOKED_AT)
     reading, showing = time_decoding(job.listed, own), time_image(extractor)
     student = time_student(min(everything, MOST_SEEN), len(job.listed.classes))
     most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else CPU_TTA)
@@ -189,6 +191,8 @@ def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
     note = f"Pictures are shown to {extractor.net} at {size} px, {shown}."
     if grey:
         note += " They are grey, so none is mirrored: a mirrored letter is another one."
+    if everything < whole:
+        note += f" A sample of {MOST_LOOKED_AT:,} unlabelled pictures is looked at."
     dropped = [f"{wanted - len(views)} of {wanted} views"] if len(views) < wanted else []
     dropped += [f"{own - size} of {own} px"] if size < own else []
     dropped += [f"{everything - number:,} unlabelled pictures"] if number < everything else []

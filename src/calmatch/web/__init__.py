@@ -103,6 +103,8 @@ class Guard:
 
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket; another port where the wanted one is taken."""
+    if not 0 <= port < 1 << 16:
+        raise ValueError("--port is at most 65535; 0 takes any that is free.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for wanted in (port, 0):
         try:  # whoever comes from now on waits until the server runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import os
 import secrets
 import subprocess
 import sys
@@ -61,6 +62,7 @@ Change = tuple[str, Answer | None, Answer | None]  # of a name: what it was, wha
 def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
     path = options.labels
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path  # else a file took its place
     names, skipped = list_images(options.pictures)
     usable, odd = [name for name in names if _is_plain(name)], "a CSV cannot hold its name"
     skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
@@ -221,8 +223,9 @@ def prepare(
     order = sorted(names, key=lambda name: hashlib.blake2b(name.encode()).digest())
     first: list[str] = []
     if options.first is not None:
-        examples = load_examples(options.first)
-        first = [name for name in examples.asked_files if name in set(order)] if examples else []
+        if (examples := load_examples(options.first)) is None:
+            raise ValueError(f"{options.first} is no run of `calmatch fit`.")
+        first = [name for name in examples.asked_files if name in set(order)]
     known = set(list(answers.held)[-ask.MOST :]) | set(first)
     free = [name for name in order if name not in answers.held][: ask.MOST]
     pool = known | set(free)
@@ -492,7 +495,7 @@ class Fit:
         self.out, self.lines = out, deque[str](maxlen=200)
         words = ["fit", str(root), "--labels", str(labels), "--out", str(out)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WATCHED, *words],
+            [sys.executable, "-P", "-c", WATCHED, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -37,10 +37,9 @@ Reply = tuple[int, dict[str, Any]]  # an HTTP status, and what is sent as JSON
 
 def serve(options: ServeOptions) -> None:
     """Answer until SIGINT or SIGTERM; requests that have come are answered first."""
-    if options.batch < 0 or options.workers < 0 or min(options.megabytes, options.megapixels) <= 0:
+    largest = min(options.megabytes, options.megapixels)
+    if options.batch < 0 or options.workers < 0 or not 0 < largest < float("inf"):
         raise ValueError("--batch and --workers are at least 0, --megabytes and --megapixels more.")
-    if not 0 <= options.port < 1 << 16:
-        raise ValueError("--port is at most 65535; 0 takes any that is free.")
     model = load(options.run, device=str(ops.pick_device(options.device)), trust=options.trust)
     place, near = listen(options.host, options.port), _is_loopback(options.host)
     # whoever knows the token may ask by any name that the machine has
