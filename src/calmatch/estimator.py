@@ -116,7 +116,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ids
 
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
-        own: Any = {"lr": min(0.05, 1e-3 * (1280 / x.shape[1]) ** 0.5), "seed": self.seed_}
+        own: Any = {"lr": crossval.head_rate(x.shape[1]), "seed": self.seed_}
         config = crossval.head_config(self.method or METHOD, self.penalty, self.steps, **own)
         # one scale for all features: scaling each is the caller's choice, in a Pipeline
         scale = float(x.abs().max()) or 1.0  # squares of tiny or huge numbers are no numbers

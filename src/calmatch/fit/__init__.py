@@ -148,7 +148,7 @@ def fit_frozen(job: plan.Job, size: int | None) -> crossval.Outcome:
             portfolio.fit_logistic(seen, labelled, y, classes, bar),
         ]
     if options.method is not None:
-        candidates.append(_fit_method_head(options, teachers, labelled, y))
+        candidates.append(_fit_method_head(options, seen, labelled, y, classes))
     student, refinement = candidates[0], None
     if can_refine(job, extractor.device):
         some: Any = images.some(rows)
@@ -221,23 +221,25 @@ def _pool_rows(labels: Any, most: int, seed: int) -> Any:
 
 
 def _fit_method_head(
-    options: FitOptions, teachers: portfolio.Teachers, rows: Any, y: Any
+    options: FitOptions, seen: portfolio.Features, rows: Any, y: Any, classes: int
 ) -> portfolio.Candidate:
-    """A linear layer that learns by the method asked for, on the embedding's vectors."""
-    own: Any = {"batch": options.batch or 64, "lr": 3e-3, "seed": options.seed}
-    config = crossval.head_config(str(options.method), options.penalty, options.steps, **own)
-    labels = torch.full((len(teachers.inputs),), -1)
+    """A linear layer that learns by the method asked for; whitened, few labels would mislead it."""
+    x = torch.from_numpy(np.mean(seen.last, 0)).double()
+    mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
+    labels = torch.full((len(x),), -1)
     labels[torch.from_numpy(rows)] = torch.from_numpy(y)
-    vectors = crossval.freeze_vectors(
-        config, torch.from_numpy(teachers.inputs), labels, teachers.classes
-    )
+    own: Any = {"batch": options.batch or 64, "seed": options.seed}
+    own["lr"] = crossval.head_rate(x.shape[1])
+    config = crossval.head_config(str(options.method), options.penalty, options.steps, **own)
+    vectors = crossval.freeze_vectors(config, ((x - mean) / std).float(), labels, classes)
     held = crossval.cross_validate(vectors, quiet=options.quiet)
-    weight, bias = vectors.train()
+    weight, bias = (part.double() for part in vectors.train())
+    weight = weight / std
     scaling = crossval.cautious_temperature(held.log_probs, held.labels, held.folds)
     return portfolio.Candidate(
         str(options.method),
-        torch.cat([weight.T, bias[None]]).float().numpy(),
-        True,
+        torch.cat([weight.T, (bias - weight @ mean)[None]]).float().numpy(),
+        False,
         held.log_probs.float().numpy(),
         held.labels.numpy(),
         np.array(held.rows),

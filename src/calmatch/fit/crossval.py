@@ -308,6 +308,11 @@ def head_config(method: str, penalty: str | None, steps: int | None, **settings:
     return config
 
 
+def head_rate(width: int) -> float:
+    """A learning rate for vectors of so many features, of variance 1 or so."""
+    return min(0.05, 1e-3 * (1280 / width) ** 0.5)
+
+
 def freeze_vectors(
     config: Config, vectors: Tensor, labels: Tensor, classes: int, views: int = 4
 ) -> FrozenRun:
