@@ -15,7 +15,7 @@ import calmatch.fit as fits
 from calmatch import console, nets
 from calmatch.cli import main
 from calmatch.data.images import ImageFiles
-from calmatch.fit import crossval, whole
+from calmatch.fit import crossval, portfolio, whole
 from calmatch.model import load_model, write_model
 from calmatch.options import FitOptions
 from calmatch.runs import Run
@@ -113,6 +113,28 @@ def test_a_method_asked_for_learns_the_last_layer(pics, tmp_path):
     assert run.result.kept == "fixmatch"
     assert set(run.result.scores) == {"transductive", "logistic regression", "fixmatch"}
     assert accuracy(run.folder) > 0.5
+
+
+def test_a_method_is_not_misled_where_few_directions_carry_the_classes():
+    """As with a pretrained network: large directions tell classes apart, hundreds of small ones
+    are noise, which whitening makes as large."""
+    random = np.random.default_rng(0)
+    truth = random.integers(0, 5, 600)
+    spread = 1 / np.arange(1, 201) ** 0.5
+    middles = random.normal(size=(5, 200)) * spread * (np.arange(200) < 12) * 2
+    vectors = (middles[truth] + random.normal(size=(600, 200)) * spread).astype(np.float32)
+    rows = np.sort(np.concatenate([np.flatnonzero(truth == c)[:4] for c in range(5)]))
+    features, bar = portfolio.Features([vectors], None), console.ProgressBar("", 1, 0, True)
+    plain = portfolio.fit_logistic(features, rows, truth[rows], 5, bar)
+    asked = FitOptions(Path(), method="fixmatch", quiet=True)
+    head = fits._fit_method_head(asked, features, rows, truth[rows], plain)
+
+    def error(candidate):
+        weights = candidate.weights
+        return float(((vectors @ weights[:-1] + weights[-1]).argmax(1) != truth).mean())
+
+    assert error(head) < error(plain) + 0.03
+    assert head.error.low <= error(head) <= head.error.high
 
 
 def test_the_model_says_of_the_pool_what_the_student_says(pics, fitted):

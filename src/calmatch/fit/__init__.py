@@ -148,7 +148,7 @@ def fit_frozen(job: plan.Job, size: int | None) -> crossval.Outcome:
             portfolio.fit_logistic(seen, labelled, y, classes, bar),
         ]
     if options.method is not None:
-        candidates.append(_fit_method_head(options, seen, labelled, y, classes))
+        candidates.append(_fit_method_head(options, seen, labelled, y, candidates[0]))
     student, refinement = candidates[0], None
     if can_refine(job, extractor.device):
         some: Any = images.some(rows)
@@ -221,33 +221,32 @@ def _pool_rows(labels: Any, most: int, seed: int) -> Any:
 
 
 def _fit_method_head(
-    options: FitOptions, seen: portfolio.Features, rows: Any, y: Any, classes: int
+    options: FitOptions, seen: portfolio.Features, rows: Any, y: Any, student: portfolio.Candidate
 ) -> portfolio.Candidate:
-    """A linear layer that learns by the method asked for; whitened, few labels would mislead it."""
-    x = torch.from_numpy(np.mean(seen.last, 0)).double()
+    """A linear layer that learns by the method asked for; whitened, few labels would mislead it.
+
+    How right it is the labels say, and what unlabelled images say of the student: on the zoo that
+    is nearer than the labels alone.
+    """
+    features = np.mean(seen.last, 0)
+    x = torch.from_numpy(features).double()
     mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
     labels = torch.full((len(x),), -1)
     labels[torch.from_numpy(rows)] = torch.from_numpy(y)
     own: Any = {"batch": options.batch or 64, "seed": options.seed}
     own["lr"] = crossval.head_rate(x.shape[1])
     config = crossval.head_config(str(options.method), options.penalty, options.steps, **own)
+    classes = student.log_probs.shape[1]
     vectors = crossval.freeze_vectors(config, ((x - mean) / std).float(), labels, classes)
     held = crossval.cross_validate(vectors, quiet=options.quiet)
     weight, bias = (part.double() for part in vectors.train())
     weight = weight / std
-    scaling = crossval.cautious_temperature(held.log_probs, held.labels, held.folds)
-    return portfolio.Candidate(
-        str(options.method),
-        torch.cat([weight.T, (bias - weight @ mean)[None]]).float().numpy(),
-        False,
-        held.log_probs.float().numpy(),
-        held.labels.numpy(),
-        np.array(held.rows),
-        posthoc.FewLabelTemperature(
-            float(scaling.values["temperature"]), posthoc.read_prior()["blind_sd"], len(held.labels)
-        ),
-        crossval.calibrate(held).after["error"],
-    )
+    weights = torch.cat([weight.T, (bias - weight @ mean)[None]]).float().numpy()
+    free = np.setdiff1d(np.arange(len(x)), rows)
+    pool = portfolio.softmax(features[free] @ weights[:-1] + weights[-1]) if len(free) else None
+    probs, place = held.log_probs.exp().float().numpy(), np.searchsorted(rows, held.rows)
+    facts: Any = (rows, y, pool, student.agreement, student.echo)
+    return portfolio.evaluated(str(options.method), weights, False, [probs], [place], *facts)
 
 
 def _write_head(
