@@ -217,7 +217,7 @@ def test_real_results_hold_what_the_tables_need(tiny, tmp_path):
     assert (
         seed_values(gather_runs([tmp_path]).groups[0], "nll_oracle")[0, 0] == scaled["oracle"].nll
     )
-    assert selected_on_test(run) == best._asdict()
+    assert selected_on_test(run) == best
     assert run.mean_logits().shape == (len(labels),)  # for figures of raw logits
 
 

@@ -38,7 +38,7 @@ MOST_PRETRAINED = 2000  # after more, fold models with fewer labels mislead (res
 COMPILE_FROM = 2000  # steps from which compiling, a minute of a GPU, is expected to pay
 
 
-class Job(NamedTuple):
+class FitJob(NamedTuple):
     """What is asked, of which images, by which network."""
 
     options: FitOptions
@@ -154,7 +154,7 @@ def dataset_spec(
     return spec.write(spec.Spec("pictures", (), arguments))
 
 
-def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
+def plan_features(job: FitJob, extractor: Extractor, grey: bool) -> dict[str, Any]:
     """Views, size and number of images that the minutes allow, and what is dropped for them.
 
     First goes what the teachers do not see anyway, then views, then size, then unlabelled images.
@@ -303,7 +303,7 @@ def make_plan(
     most = min(high, max(500, 40 * len(images) // (plan.batch * plan.ratio)))
     steps = []
     for alone, share in ((False, 0.5), (True, 0.15)):
-        seconds = _time_step(whole_network_config(options, plan, alone))
+        seconds = _time_step(network_config(options, plan, alone))
         steps.append(int(share * allowed / (1 + len(parts)) / seconds))
     if min(steps) < FEWEST:
         late = f"In {options.minutes:g} minutes the network cannot learn: it takes {FEWEST} steps, "
@@ -312,7 +312,7 @@ def make_plan(
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
 
-def whole_network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Config:
+def network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Config:
     """The run in which the whole network learns, on all images or on the labels alone."""
     method, steps = options.method or METHOD, plan.alone_steps if alone else plan.steps
     semi = bool(methods.find(method).u_views) and not alone

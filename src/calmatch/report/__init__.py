@@ -281,12 +281,13 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     if (run.folder / "fit.json").is_file():
         repeat = ["calmatch fit PICTURES --out NEW_FOLDER"]
     linked = folder.parent == home and (run.folder / "report.html").is_file()
+    point = read_calibration(_read_json(run.folder / "model.json")).get("selective")
     return {
         "title": run.title,
         "test_selected": run.result.test_selected,
         "notes": list(run.result.notes),
         "evaluation": run.result.evaluation_note,
-        "promise": text.describe_promise(_read_model(run).get("selective") or {}),
+        "promise": point.describe() if point else "",
         "cells": [text.cell(run.result.metrics.get(c.key), c)._asdict() for c in text.COLUMNS],
         "commands": list(run.result.commands) or repeat,
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
