@@ -131,11 +131,6 @@ def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
         raise ValueError(f"--{idle[0]} does nothing while the network is frozen; add {more}.")
 
 
-def choose_penalty(asked: str | None) -> str:
-    """What was asked for, or the default."""
-    return PENALTY if asked is None else asked
-
-
 def dataset_spec(
     options: FitOptions, size: int, hold: float, mean: Any, std: Any, most: int = 0
 ) -> str:
@@ -316,11 +311,12 @@ def network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Config:
     """The run in which the whole network learns, on all images or on the labels alone."""
     method, steps = options.method or METHOD, plan.alone_steps if alone else plan.steps
     semi = bool(methods.find(method).u_views) and not alone
+    penalty = PENALTY if options.penalty is None else options.penalty
     return Config(
         dataset=dataset_spec(options, plan.size, plan.hold, plan.mean, plan.std, plan.most),
         labels=0,
         method="supervised" if alone else methods.adapt_momentum(method, steps),
-        penalty=choose_penalty(options.penalty) if semi else "",
+        penalty=penalty if semi else "",
         net=plan.net,
         weak=plan.weak,
         strong=plan.strong,

@@ -67,8 +67,11 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
         kept = ", kept" if name == best and len(tried) > 1 else ""
         line = f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}"
         console.message(line, quiet)
-    _adopt_run(folder / "work" / best / "all", folder)
     text.show_stage(5, quiet)
+    trained, left = folder / "work" / best / "all", ("result.json", ".lock", "checkpoint")
+    ignored = shutil.ignore_patterns(*left)
+    shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=ignored)
+    files.write(folder / "result.json", files.read_bytes(trained / "result.json"))  # comes last
     base = load_run(folder).result
     base = dataclasses.replace(
         base,
@@ -125,14 +128,6 @@ def _train_way(
         number = crossval.count_folds(own.known, config.split_seed)
         held = crossval.train_fold_models(config, under, number, quiet=quiet)
     return held._replace(rows=[rows.train[row] for row in held.rows])
-
-
-def _adopt_run(trained: Path, folder: Path) -> None:
-    """Make a finished run the fit's own; its result comes last, whole."""
-    done = "result.json"
-    left = shutil.ignore_patterns(done, ".lock", "checkpoint")
-    shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=left)
-    files.write(folder / done, files.read_bytes(trained / done))
 
 
 def _halve_batch(job: FitJob, plan: FitPlan) -> FitPlan:

@@ -90,13 +90,6 @@ def describe_calibration(model: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def describe_before(measured: Mapping[str, float]) -> str:
-    """What was measured before the confidence was corrected."""
-    if not {"ece", "nll"} <= set(measured):
-        return ""
-    return f"ECE {percent(measured['ece'])} %, NLL {measured['nll']:.2f} nats"
-
-
 def describe_example(preds: Predictions) -> str:
     """What a stated confidence is worth, at the level that most mistakes are made under."""
     for low, high in ((0.85, 0.95), (0.95, 0.995), (0.7, 0.9), (0.5, 0.8)):
