@@ -342,6 +342,7 @@ def test_latex_compiles(tmp_path):
     assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_take_seconds(tmp_path):
     fine = suite_cells("paper")
     for number, cell in enumerate(fine):

@@ -177,6 +177,7 @@ def test_a_model_that_is_always_right_or_always_wrong_makes_a_page(tmp_path, rig
     assert (data["runs"][0]["point"] is None) != right
 
 
+@pytest.mark.slow
 def test_ten_thousand_pictures_of_a_hundred_classes_make_a_small_page_soon(tmp_path):
     names = [f"class {k}" for k in range(100)]
     run = folders.made(tmp_path / "run", pictures=10_000, classes=names, size=64, steps=2000)
