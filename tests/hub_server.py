@@ -67,22 +67,22 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.path):
             name, revision, file = match.groups()
-            found = self.server.find(name, revision)
-            if found is None or file not in found[1]:
-                code = "RepoNotFound" if found is None else "EntryNotFound"
+            stored = self.server.find(name, revision)
+            if stored is None or file not in stored[1]:
+                code = "RepoNotFound" if stored is None else "EntryNotFound"
                 self.answer({"error": code}, 404, {"X-Error-Code": code})
                 return
-            data = found[1][file]
+            data = stored[1][file]
             etag = f'"{hashlib.sha1(data).hexdigest()}"'
-            self.answer(data, 200, {"X-Repo-Commit": found[0], "ETag": etag})
+            self.answer(data, 200, {"X-Repo-Commit": stored[0], "ETag": etag})
             return
         revision = self.path.partition("/revision/")[2].partition("?")[0] or "main"
-        found = self.server.find(self.model_name(), revision)
-        if found is None:
+        stored = self.server.find(self.model_name(), revision)
+        if stored is None:
             self.answer({"error": "no"}, 404, {"X-Error-Code": "RepoNotFound"})
             return
-        siblings = [{"rfilename": name} for name in found[1]]
-        self.answer({"id": self.model_name(), "sha": found[0], "siblings": siblings})
+        siblings = [{"rfilename": name} for name in stored[1]]
+        self.answer({"id": self.model_name(), "sha": stored[0], "siblings": siblings})
 
     do_HEAD = do_GET  # noqa: N815
 

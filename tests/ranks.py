@@ -29,18 +29,18 @@ CONFIG = Config(
     strong="crop(2)|cutout(0.5)",
     batch=8,
     ratio=2,
-    steps=6,
+    steps=4,
     ema=0.9,
     penalty="margin(m=0.5)",
     precision="fp64",
     device="cpu",
-    log_every=3,
-    eval_every=3,
+    log_every=2,
+    eval_every=2,
 )
 
 
 def state(method: str) -> dict[str, Tensor]:
-    """Everything a run knows after six steps, and what it logged, averaged over ranks."""
+    """Everything a run knows after four steps, and what it logged, averaged over ranks."""
     config = CONFIG.replace(method=method)
     if method == "supervised":
         config = config.replace(penalty="")

@@ -48,13 +48,13 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def test_pictures_are_decoded_by_one_call_with_a_list_of_formats():
-    found = [
+    opened = [
         (path.name, [keyword.arg for keyword in node.keywords])
         for path, tree in TREES.items()
         for owner, name, node in calls(tree)
         if name == "open" and owner.rpartition(".")[2] == "Image"
     ]
-    assert found == [("images.py", ["formats"])]
+    assert opened == [("images.py", ["formats"])]
     assert not set(FORMATS) & {"EPS", "PS", "FPX", "MIC", "WMF", "FITS", "HDF5", "GRIB", "BUFR"}
 
 
@@ -343,10 +343,10 @@ def test_no_command_runs_what_a_file_names(poisoned, capsys, line):
             ):
                 (poisoned.folder / file).write_text(json.dumps(put(content, place, poison)))
                 code = cli.main(line.format(poisoned.folder.name).split())
-                told = capsys.readouterr()
+                said = capsys.readouterr()
                 assert not poisoned.trace.exists(), f"{line} ran {file} {place}"
-                assert code in (0, 2), (line, file, place, told.err[-800:])
-                assert "Traceback" not in told.err
+                assert code in (0, 2), (line, file, place, said.err[-800:])
+                assert "Traceback" not in said.err
         (poisoned.folder / file).write_text(text)
 
 
@@ -367,7 +367,7 @@ def test_an_argument_that_is_a_spec_is_known_to_the_door():
     from calmatch.nets import NETS
     from calmatch.spec import NESTED
 
-    found = set()
+    built = set()
     for path in (*(SOURCE / "nets").glob("*.py"), *(SOURCE / "methods").glob("*.py")):
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
@@ -379,6 +379,6 @@ def test_an_argument_that_is_a_spec_is_known_to_the_door():
                         "parse",
                     )
                     if builds and call.args and ast.unparse(call.args[0]) in names:
-                        found.add(ast.unparse(call.args[0]))
-    assert found <= set(NESTED)
+                        built.add(ast.unparse(call.args[0]))
+    assert built <= set(NESTED)
     assert "on" in typing.get_type_hints(NETS["embedded"].__init__)

@@ -61,6 +61,7 @@ def test_onnx_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path)
     assert "the middle, bilinear, to 8 x 8" in facts["preprocessing"]
 
 
+@pytest.mark.slow
 def test_pt2_takes_bytes_includes_the_calibration_and_explains_itself(tmp_path):
     write_random_model(tmp_path, "tiny", 4, 8)
     same(tmp_path, "pt2", calibrated(tmp_path, "vector", 8))

@@ -15,10 +15,11 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from calmatch import fit, metrics, posthoc
+from calmatch.data.images import square_image
 from calmatch.fit import ask, crossval
 from calmatch.fit.plan import METHOD
 from calmatch.metrics import read_predictions_for_html
-from calmatch.model import Model, load_model
+from calmatch.model import load_model
 from calmatch.ops import pick_device
 from calmatch.options import FitOptions
 from calmatch.runs import ASKED, load_examples
@@ -174,7 +175,9 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
             if X.shape[1:] != self.shape_:
                 raise ValueError(f"Pictures were {self.shape_} in fit and are {X.shape[1:]} now.")
-            probs = self.model_.probabilities(_resized(as_bytes(X), self.model_))
+            how = (self.model_.size, self.model_.squash)  # as the files were, when decoded
+            pixels = [square_image(Image.fromarray(each), *how) for each in as_bytes(X)]
+            probs = self.model_.probabilities(torch.from_numpy(np.stack(pixels)))
         else:
             X = validate_data(self, X, dtype=np.float64, reset=False)  # noqa: N806
             logits = X @ self.coef_.T + self.intercept_
@@ -233,11 +236,3 @@ def as_bytes(x: Array) -> NDArray[np.uint8]:
             raise ValueError(f"Pictures hold bytes, or numbers in [0, 1]; these {low} to {high}.")
         x = (x * (255 if high <= 1 else 1)).round().astype(np.uint8)
     return np.ascontiguousarray(x)
-
-
-def _resized(pictures: NDArray[np.uint8], model: Model) -> Tensor:
-    """As the files were, when they were decoded."""
-    from calmatch.data.images import square_image
-
-    how = (model.size, model.squash)
-    return torch.from_numpy(np.stack([square_image(Image.fromarray(p), *how) for p in pictures]))

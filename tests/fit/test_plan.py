@@ -17,13 +17,13 @@ from calmatch.options import DINO, hub_answers
 from pictures import blobs, options
 
 
-def job(root: Path, images: int, **changes: Any) -> plan.Job:
+def job(root: Path, images: int, **changes: Any) -> plan.FitJob:
     """What a fit of so many images is asked for, 40 of them labelled; there are no files."""
     labels = tuple(k % 10 if k < 40 else -1 for k in range(images))
     names = tuple(f"{k}.png" for k in range(images))
     listed = ImageFolder(root, names, labels, tuple("abcdefghij"))
     asked = options(root, **changes)
-    return plan.Job(asked, root, listed, "tiny", (), None, "", time.monotonic())
+    return plan.FitJob(asked, root, listed, "tiny", (), None, "", time.monotonic())
 
 
 def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def _compare_compiled(config, backend, tolerance):
     torch._dynamo.reset()
     eager, compiled = start(config), start(config)
     compiled.objective.compile(fullgraph=True, backend=backend)
-    for step in range(20):
+    for step in range(12):
         losses_and_gradients = []
         for run in (eager, compiled):
             values, state = run.objective(run.parts.batches[step])

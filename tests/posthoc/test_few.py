@@ -156,8 +156,8 @@ def test_semi_conformal_sets_of_many_labels_cover_even_if_probabilities_are_wron
     free, y, _ = drawn(20_000, 3.0)  # three times too sure
     p = free.exp()
     rule = posthoc.semi_conformal(p[:10_000], y[:10_000], p)
-    found = rule.sets(p[10_000:]).gather(1, y[10_000:, None])
-    assert float(found.double().mean()) == pytest.approx(0.9, abs=0.015)
+    covered = rule.sets(p[10_000:]).gather(1, y[10_000:, None])
+    assert float(covered.double().mean()) == pytest.approx(0.9, abs=0.015)
 
 
 def test_the_expected_gain_grows_with_disagreement_and_labels():

@@ -177,6 +177,7 @@ def test_a_model_that_is_always_right_or_always_wrong_makes_a_page(tmp_path, rig
     assert (data["runs"][0]["point"] is None) != right
 
 
+@pytest.mark.slow
 def test_ten_thousand_pictures_of_a_hundred_classes_make_a_small_page_soon(tmp_path):
     names = [f"class {k}" for k in range(100)]
     run = folders.made(tmp_path / "run", pictures=10_000, classes=names, size=64, steps=2000)
@@ -292,12 +293,13 @@ def test_the_operating_point_is_the_models_own_where_it_has_one(tmp_path):
     assert point["own"]
     assert point["coverage"] == float((preds.confidence >= 0.9).double().mean())
     text, _ = page_of([run], tmp_path / "report.html")
-    assert "Above 90.0\xa0% confidence it promises 95\xa0% accuracy" in text
+    assert "Where its confidence is 0.90 or more" in text
+    assert "right at least 95% of the time" in text
     assert "approximate" in text
     selective |= {"threshold": None, "labels": 40, "missing": 19}
     (run.folder / "model.json").write_text(json.dumps({"selective": selective}))
     text, _ = page_of([run], tmp_path / "report.html")
-    assert "at least 19 more labels are needed" in text
+    assert "at least 19 more evaluated labels" in text
 
 
 def test_the_verdict_follows_the_direction_of_the_error(tmp_path):
@@ -405,7 +407,7 @@ def test_the_command_puts_a_comparison_above_its_runs_and_spares_their_pages(tmp
 
 
 def test_a_diagram_is_computed_apart_from_its_drawing(runs):
-    numbers = charts.prepare_reliability(*runs[0].predictions())
+    numbers = charts.reliability_numbers(*runs[0].predictions())
     assert sum(numbers["count"]) == len(runs[0].predictions()[1])
     assert len(numbers["confidence"]) == sum(numbers["filled"])
     assert numbers["ece"] == pytest.approx(runs[0].result.metrics["ece"].value)

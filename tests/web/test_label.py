@@ -343,7 +343,7 @@ def test_of_100_000_pictures_the_page_is_ready_soon_and_memory_stays_bounded(tmp
     synthetic(monkeypatch, names, seconds)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     options = LabelOptions(tmp_path, path, device="cpu", quiet=True)
-    session = label.prepare(options, label.Answers(path, names), names, [])
+    session = label.open_session(options, label.Answers(path, names), names, [])
     state = json.loads(json.dumps(session.state()))
     assert time.process_time() - seconds["features"] < 10  # on one core, whatever else runs
     assert (state["pictures"], state["whole"], state["labels"]) == (2500, 100_000, 500)

@@ -23,11 +23,11 @@ EVIL = "<b>bird & co</b>"
 
 
 def draw(folder: Path, number: int) -> dict[str, str]:
-    found = importlib.util.spec_from_file_location("draw_pictures", EXAMPLE)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    place = importlib.util.spec_from_file_location("draw_pictures", EXAMPLE)
+    assert place is not None
+    assert place.loader is not None
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
     drawn: dict[str, str] = module.draw_folder(folder, number)
     return drawn
 
@@ -46,9 +46,9 @@ class Server:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, line
-        self.address = found.group()
+        match = re.search(r"http://\S+", line)
+        assert match, line
+        self.address = match.group()
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def prepare_reliability(table: RunTable) -> Content:
         title = f"{group.column}, {group.row}" if several else group.row
         place = {"title": title.replace(" + ", "\n+ "), "place": [deep, across]}
         seeds, run = next(iter(group.runs.items()))
-        panels.append({**place, "seed": seeds[0], **charts.prepare_reliability(*run.predictions())})
+        panels.append({**place, "seed": seeds[0], **charts.reliability_numbers(*run.predictions())})
     return {"panels": panels}
 
 
@@ -50,7 +50,7 @@ def draw_reliability(figure: Figure, content: Content) -> None:
     figure.set_size_inches(max(COLUMN, each * wide), (each + 0.35) * deep + 0.3)
     for panel, (level, across) in zip(content["panels"], places, strict=True):
         axes = figure.add_subplot(deep, wide, level * wide + across + 1)
-        charts.draw_reliability(axes, dict(panel), panel["title"], size=6)
+        charts.draw_reliability_panel(axes, dict(panel), panel["title"], size=6)
     charts.draw_reliability_legend(figure)
 
 

@@ -229,10 +229,10 @@ def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:
     return [own[seeds] - other[seeds] for seeds in own if seeds in other]
 
 
-def selected_on_test(run: Run) -> Mapping[str, Any] | None:
+def selected_on_test(run: Run) -> BestOnTest | None:
     """The best evaluation on the test set; None if there was only one to choose from."""
     best = run.result.best_on_test or BestOnTest.of(run.lines("test"))
-    return best._asdict() if best.evaluations > 1 else None
+    return best if best.evaluations > 1 else None
 
 
 def build_tables(table: RunTable, *, suite: str = "", compare: bool = False) -> list[Table]:
@@ -356,8 +356,8 @@ def protocol_table(table: RunTable) -> Table | None:
         line = [Entry(group.row), Entry(group.column)]
         for metric in ("error", "ece"):
             line.append(_mean_entry(100 * held_out[metric].value for held_out, _ in chosen))
-            line.append(_mean_entry(100 * best[metric] for _, best in chosen))
-        gains = [100 * (held_out["error"].value - best["error"]) for held_out, best in chosen]
+            line.append(_mean_entry(100 * getattr(best, metric) for _, best in chosen))
+        gains = [100 * (held_out["error"].value - best.error) for held_out, best in chosen]
         rows.append([*line, _mean_entry(gains)])
     heads = ["row", "data", "error, held-out", "error, test-selected", "ECE, held-out"]
     heads += ["ECE, same step", "flattered by"]
@@ -516,7 +516,7 @@ def _published_entry(group: Group | None, metric: str, suite: str, doubts: list[
 def _test_selected_values(group: Group | None, metric: str) -> list[float]:
     """A quantity at each run's best step on the test set, where that is known."""
     bests = [selected_on_test(run) for run in group.runs.values()] if group else []
-    values = [best.get(metric) for best in bests if best]
+    values = [getattr(best, metric, None) for best in bests if best]
     return [QUANTITIES[metric].scale * value for value in values if value is not None]
 
 
@@ -562,9 +562,9 @@ def _cell_lines(
         yield {"kind": "run", "seed": seed, "split_seed": split, "value": value}
     for (seed, split), run in group.runs.items():
         best = selected_on_test(run)
-        if best and best.get(metric) is not None:
+        if best and (share := getattr(best, metric, None)) is not None:
             line = {"kind": "test-selected", "seed": seed, "split_seed": split}
-            yield line | {"step": best["step"], "value": QUANTITIES[metric].scale * best[metric]}
+            yield line | {"step": best.step, "value": QUANTITIES[metric].scale * share}
     mean = stats.mean(list(values.values()))
     line = {"kind": "mean", "runs": mean.number, **mean._asdict()}
     cell = None if suite is None else paper.find_published(group.row, group.column, metric, suite)

@@ -263,16 +263,13 @@ def place_images(
     if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
         return FileSource(images.some(rows))
     need = len(rows) * math.prod(images.shape[1:])
-    if kind == "resident" or (kind == "auto" and need <= memory * _free_memory(device)):
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if kind == "resident" or (kind == "auto" and need <= memory * free):
         return Resident(_copy_to_device(images, rows, device), device)
     return Stream(images, rows, device, workers)
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on the device now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _copy_to_device(images: Images, rows: Tensor, device: torch.device) -> Tensor:

@@ -87,7 +87,7 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: fl
     frozen = ready if frozen is None else frozen
     plan.refuse_idle_options(options, frozen)
     earlier = before.get("plan")
-    job = plan.Job(options, folder, listed, str(asked.net), tuple(notes), earlier, digest, began)
+    job = plan.FitJob(options, folder, listed, str(asked.net), tuple(notes), earlier, digest, began)
     outcome = fit_frozen(job, asked.size) if frozen else fit_whole(job, asked.size)
     return _finish(job, outcome)
 
@@ -110,7 +110,7 @@ def _digest(folder: ImageFolder) -> str:
     return total.hexdigest()
 
 
-def fit_frozen(job: plan.Job, size: int | None) -> crossval.Outcome:
+def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     """A portfolio of classifiers on the features of a network that stays as it is."""
     options, folder, listed, settled = job.options, job.folder, job.listed, job.earlier
     quiet = options.quiet
@@ -250,7 +250,7 @@ def _fit_method_head(
 
 
 def _write_head(
-    job: plan.Job,
+    job: plan.FitJob,
     extractor: portfolio.Extractor,
     embedding: portfolio.Embedding,
     best: portfolio.Candidate,
@@ -287,7 +287,7 @@ def _write_head(
     files.write_json(folder / "environment.json", environment)
 
 
-def _finish(job: plan.Job, outcome: crossval.Outcome) -> runs.Run:
+def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
     """Calibrate, and write everything that outlives the fit; result.json says that it is done."""
     options, folder = job.options, job.folder
     own, images, base, held, calibration, kept, scores, note, logits, teaching = outcome

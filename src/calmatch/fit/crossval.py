@@ -20,7 +20,7 @@ from calmatch.core import Output, RandomStream, Transform
 from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import Images
-from calmatch.fit.plan import choose_penalty
+from calmatch.fit.plan import PENALTY
 from calmatch.runs import Result
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train, train_in_memory, train_together
@@ -298,9 +298,10 @@ def head_config(method: str, penalty: str | None, steps: int | None, **settings:
     steps = 300 if steps is None else steps
     semi = bool(methods.find(method).u_views)
     shared: Any = {"batch": 64, "ratio": 3, "ema": 0.9, "compile": False, "device": "cpu"}
+    penalty = PENALTY if penalty is None else penalty
     config = Config(
         method=methods.adapt_momentum(method, steps),
-        penalty=choose_penalty(penalty) if semi else "",
+        penalty=penalty if semi else "",
         steps=steps,
         **{**shared, **settings},
     )

@@ -38,7 +38,7 @@ MOST_PRETRAINED = 2000  # after more, fold models with fewer labels mislead (res
 COMPILE_FROM = 2000  # steps from which compiling, a minute of a GPU, is expected to pay
 
 
-class Job(NamedTuple):
+class FitJob(NamedTuple):
     """What is asked, of which images, by which network."""
 
     options: FitOptions
@@ -131,11 +131,6 @@ def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
         raise ValueError(f"--{idle[0]} does nothing while the network is frozen; add {more}.")
 
 
-def choose_penalty(asked: str | None) -> str:
-    """What was asked for, or the default."""
-    return PENALTY if asked is None else asked
-
-
 def dataset_spec(
     options: FitOptions, size: int, hold: float, mean: Any, std: Any, most: int = 0
 ) -> str:
@@ -154,7 +149,7 @@ def dataset_spec(
     return spec.write(spec.Spec("pictures", (), arguments))
 
 
-def plan_features(job: Job, extractor: Extractor, grey: bool) -> dict[str, Any]:
+def plan_features(job: FitJob, extractor: Extractor, grey: bool) -> dict[str, Any]:
     """Views, size and number of images that the minutes allow, and what is dropped for them.
 
     First goes what the teachers do not see anyway, then views, then size, then unlabelled images.
@@ -303,7 +298,7 @@ def make_plan(
     most = min(high, max(500, 40 * len(images) // (plan.batch * plan.ratio)))
     steps = []
     for alone, share in ((False, 0.5), (True, 0.15)):
-        seconds = _time_step(whole_network_config(options, plan, alone))
+        seconds = _time_step(network_config(options, plan, alone))
         steps.append(int(share * allowed / (1 + len(parts)) / seconds))
     if min(steps) < FEWEST:
         late = f"In {options.minutes:g} minutes the network cannot learn: it takes {FEWEST} steps, "
@@ -312,15 +307,16 @@ def make_plan(
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
 
-def whole_network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Config:
+def network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Config:
     """The run in which the whole network learns, on all images or on the labels alone."""
     method, steps = options.method or METHOD, plan.alone_steps if alone else plan.steps
     semi = bool(methods.find(method).u_views) and not alone
+    penalty = PENALTY if options.penalty is None else options.penalty
     return Config(
         dataset=dataset_spec(options, plan.size, plan.hold, plan.mean, plan.std, plan.most),
         labels=0,
         method="supervised" if alone else methods.adapt_momentum(method, steps),
-        penalty=choose_penalty(options.penalty) if semi else "",
+        penalty=penalty if semi else "",
         net=plan.net,
         weak=plan.weak,
         strong=plan.strong,

@@ -84,7 +84,7 @@ def describe_result(
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
         f"labels that the evaluated models had not seen).",
         describe_calibration(calibration, held.log_probs, held.labels),
-        describe_promise(calibration),
+        calibration.selective.describe(),
         *describe_skipped(own),
     ]
     if asked is not None and len(asked.log_probs):
@@ -111,28 +111,3 @@ def describe_guessing(error: float, classes: int) -> list[str]:
         "No better than guessing: with these labels the classes cannot be told apart. Label more "
         "pictures of every class, and check that labels and pictures belong together."
     ]
-
-
-def describe_promise(calibration: Calibration) -> str:
-    """When it answers, or what is missing before it may promise."""
-    chosen = calibration.selective
-    if chosen.threshold is not None and chosen.learned:
-        return (
-            f"Where its confidence is {chosen.threshold:.2f} or more ({chosen.coverage:.0%} of the "
-            f"unlabelled pictures), at least {chosen.accuracy:.0%} of its answers are right, as "
-            f"{chosen.certainty:.0%} of fits to other sets of pictures were; below: not sure."
-        )
-    if chosen.threshold is not None:
-        return (
-            f"Where its confidence is {chosen.threshold:.2f} or more ({chosen.coverage:.0%} of the "
-            f"held-out labels), it is right at least {chosen.accuracy:.0%} of the time, with "
-            f"{chosen.certainty:.0%} certainty; below, it says: not sure."
-        )
-    wanted = f"{chosen.accuracy:.0%} accuracy with {chosen.certainty:.0%} certainty"
-    why = ": even its surest answers are wrong too often. More labels help."
-    if chosen.learned:
-        why = " yet: more labels help."
-    elif chosen.missing:
-        why = f" yet: that needs at least {chosen.missing} more evaluated labels."
-    start = f"It cannot promise {wanted} at any confidence{why}"
-    return f"{start} Until then every answer is marked not sure."

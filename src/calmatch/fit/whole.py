@@ -20,7 +20,7 @@ from calmatch import augment, console, files, nets, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
 from calmatch.data.images import Images, take_images
 from calmatch.fit import crossval, portfolio, text
-from calmatch.fit.plan import FitPlan, Job, choose_views, make_plan, read_plan, whole_network_config
+from calmatch.fit.plan import FitJob, FitPlan, choose_views, make_plan, network_config, read_plan
 from calmatch.model import load_model
 from calmatch.options import FitOptions
 from calmatch.runs import load_run
@@ -32,7 +32,7 @@ RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
 BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
 
 
-def fit_whole(job: Job, size: int | None) -> crossval.Outcome:
+def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
     """The whole network learns, on labelled and unlabelled images, or on the labels alone."""
     options, folder, listed = job.options, job.folder, job.listed
     quiet, options = options.quiet, dataclasses.replace(options, net=job.net)
@@ -67,8 +67,11 @@ def fit_whole(job: Job, size: int | None) -> crossval.Outcome:
         kept = ", kept" if name == best and len(tried) > 1 else ""
         line = f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}"
         console.message(line, quiet)
-    _adopt_run(folder / "work" / best / "all", folder)
     text.show_stage(5, quiet)
+    trained, left = folder / "work" / best / "all", ("result.json", ".lock", "checkpoint")
+    ignored = shutil.ignore_patterns(*left)
+    shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=ignored)
+    files.write(folder / "result.json", files.read_bytes(trained / "result.json"))  # comes last
     base = load_run(folder).result
     base = dataclasses.replace(
         base,
@@ -114,7 +117,7 @@ def _train_way(
 ) -> crossval.HeldOut:
     """Train the network on all labels (or all but those held out), and evaluate it."""
     under, quiet = folder / "work" / name, options.quiet
-    config = whole_network_config(options, plan, alone)
+    config = network_config(options, plan, alone)
     console.message(f"  {name}", quiet)
     rows = arrange_rows(own, plan.hold, plan.most, options.seed)
     with console.silence():
@@ -127,15 +130,7 @@ def _train_way(
     return held._replace(rows=[rows.train[row] for row in held.rows])
 
 
-def _adopt_run(trained: Path, folder: Path) -> None:
-    """Make a finished run the fit's own; its result comes last, whole."""
-    done = "result.json"
-    left = shutil.ignore_patterns(done, ".lock", "checkpoint")
-    shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=left)
-    files.write(folder / done, files.read_bytes(trained / done))
-
-
-def _halve_batch(job: Job, plan: FitPlan) -> FitPlan:
+def _halve_batch(job: FitJob, plan: FitPlan) -> FitPlan:
     """After the device ran out of memory: half the batch, and what was trained is dropped."""
     if plan.batch < 2:
         raise ValueError("The device has too little memory even for one picture; use --device cpu.")
@@ -150,7 +145,7 @@ def _halve_batch(job: Job, plan: FitPlan) -> FitPlan:
     return plan
 
 
-def can_refine(job: Job, device: torch.device) -> bool:
+def can_refine(job: FitJob, device: torch.device) -> bool:
     """Whether the whole network is tried after the student: only a GPU is quick enough."""
     options = job.options
     return device.type == "cuda" and options.freeze is None and options.method is None
@@ -164,7 +159,7 @@ class Refinement:
     was made for. Every fold starts from a student that did not see that fold's labels either.
     """
 
-    job: Job
+    job: FitJob
     extractor: portfolio.Extractor
     embedding: portfolio.Embedding
     teachers: portfolio.Teachers

@@ -28,13 +28,11 @@ class Bayes(nn.Module):
 
     def divergence(self) -> Tensor:
         """KL to the standard normal, mean over weights plus mean over biases."""
-        pairs = ((self.mu_weight, self.rho_weight), (self.mu_bias, self.rho_bias))
-        parts = [_kl(mu, nn.functional.softplus(rho)).mean() for mu, rho in pairs]
+        parts = []
+        for mu, rho in ((self.mu_weight, self.rho_weight), (self.mu_bias, self.rho_bias)):
+            sigma = nn.functional.softplus(rho)
+            parts.append((-sigma.log() + (sigma.square() + mu.square()) / 2 - 0.5).mean())
         return parts[0] + parts[1]
-
-
-def _kl(mu: Tensor, sigma: Tensor) -> Tensor:
-    return -sigma.log() + (sigma.square() + mu.square()) / 2 - 0.5
 
 
 class BAM(Method):

@@ -305,7 +305,10 @@ def fuse(net: nn.Module, size: int) -> nn.Module:
         chains = _follow(quick, noise[0])
         names = {layer: name for name, layer in quick.named_modules()}
         for conv, norm, activation in chains:
-            _fold(conv, norm)
+            assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
+            moments = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+            folded = nn.utils.fusion.fuse_conv_bn_weights(conv.weight, conv.bias, *moments)
+            conv.weight, conv.bias = (nn.Parameter(part, requires_grad=False) for part in folded)
             own = getattr(norm, "act", nn.Identity())  # timm's BatchNorm may have one inside
             after = activation if type(own) is nn.Identity and activation is not None else own
             if _can_fuse(conv, after):
@@ -347,14 +350,6 @@ def _follow(net: nn.Module, image: Tensor) -> list[tuple[nn.Conv2d, Norm, nn.Mod
         for norm, conv in before.items()
         if isinstance(norm, Norm) and isinstance(conv, nn.Conv2d) and {norm, conv} <= once
     ]
-
-
-def _fold(conv: nn.Conv2d, norm: Norm) -> None:
-    """Give a convolution the weights that do what the BatchNorm after it does."""
-    assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
-    moments = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
-    fused = nn.utils.fusion.fuse_conv_bn_weights(conv.weight, conv.bias, *moments)
-    conv.weight, conv.bias = (nn.Parameter(part, requires_grad=False) for part in fused)
 
 
 def _can_fuse(conv: nn.Conv2d, activation: nn.Module) -> bool:

@@ -448,6 +448,29 @@ class Selective(NamedTuple):
     cross_fitted: bool = False  # rests on fold models' predictions: approximate
     learned: bool = False  # rests on a prior learned over other datasets; coverage is of unlabelled
 
+    def describe(self) -> str:
+        """When it answers, or what is missing before it may promise."""
+        accuracy, certainty = f"{self.accuracy:.0%}", f"{self.certainty:.0%}"
+        if self.threshold is None:
+            why = ": even its surest answers are wrong too often. More labels help."
+            if self.learned:
+                why = " yet: more labels help."
+            elif self.missing:
+                why = f" yet: that needs at least {self.missing} more evaluated labels."
+            start = f"It cannot promise {accuracy} accuracy with {certainty} certainty"
+            return f"{start} at any confidence{why} Until then every answer is marked not sure."
+        where = f"Where its confidence is {self.threshold:.2f} or more ({self.coverage:.0%} of the "
+        if self.learned:
+            return (
+                f"{where}unlabelled pictures), at least {accuracy} of its answers are right, as "
+                f"{certainty} of fits to other sets of pictures were; below: not sure."
+            )
+        rough = " The labels were cross-fitted, so it is approximate." if self.cross_fitted else ""
+        return (
+            f"{where}held-out labels), it is right at least {accuracy} of the time, with "
+            f"{certainty} certainty; below, it says: not sure.{rough}"
+        )
+
 
 def selective(
     confidence: Any,

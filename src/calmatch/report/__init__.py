@@ -220,7 +220,11 @@ def single_run_details(run: Run, preds: Predictions) -> dict[str, Any]:
     counts = {"looked": examples.considered, "whole": examples.whole}
     command = runs.label_command(run)
     data["asked"] = {"shown": asked_images(examples), "command": command, **counts}
-    data["inBins"] = [_rows_in_bin(preds, rows, bin) for bin in summary.reliability_bins(preds)]
+    data["inBins"] = []  # up to three wrong and three right ones of each bin (left, right]
+    for bin in summary.reliability_bins(preds):
+        inside = [k for k in rows if bin["left"] < float(preds.confidence[k]) <= bin["right"]]
+        wrong = [k for k in inside if not preds.right[k]][:3]
+        data["inBins"].append([*wrong, *[k for k in inside if preds.right[k]][:3]])
     return data
 
 
@@ -266,13 +270,6 @@ def asked_images(examples: Examples) -> list[dict[str, Any]]:
     return entries
 
 
-def _rows_in_bin(preds: Predictions, rows: Sequence[int], bin: Mapping[str, Any]) -> list[int]:
-    """Up to three wrong and three right example rows of a bin (left, right]."""
-    inside = [k for k in rows if bin["left"] < float(preds.confidence[k]) <= bin["right"]]
-    wrong = [k for k in inside if not preds.right[k]]
-    return [*wrong[:3], *[k for k in inside if preds.right[k]][:3]]
-
-
 def describe_run(run: Run, page: Path) -> dict[str, Any]:
     """How a run was made and how to make it again."""
     home, folder = page.parent.resolve(), run.folder.resolve()
@@ -281,12 +278,13 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     if (run.folder / "fit.json").is_file():
         repeat = ["calmatch fit PICTURES --out NEW_FOLDER"]
     linked = folder.parent == home and (run.folder / "report.html").is_file()
+    point = read_calibration(_read_json(run.folder / "model.json")).get("selective")
     return {
         "title": run.title,
         "test_selected": run.result.test_selected,
         "notes": list(run.result.notes),
         "evaluation": run.result.evaluation_note,
-        "promise": text.describe_promise(_read_model(run).get("selective") or {}),
+        "promise": point.describe() if point else "",
         "cells": [text.cell(run.result.metrics.get(c.key), c)._asdict() for c in text.COLUMNS],
         "commands": list(run.result.commands) or repeat,
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
@@ -303,6 +301,9 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
     environment = _read_json(run.folder / "environment.json")
     known = environment.get("versions")
     versions = [f"{k} {v}" for k, v in known.items()] if isinstance(known, dict) else []
+    was, before = result.before_calibration, ""
+    if {"ece", "nll"} <= set(was):
+        before = f"ECE {summary.percent(was['ece'])} %, NLL {was['nll']:.2f} nats"
     facts = {
         "pictures": describe_data(run),
         "method": f"{config.method}{f' + {config.penalty}' if config.penalty else ''}",
@@ -311,7 +312,7 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         "seed": str(config.seed),
         "evaluated on": text.EVALUATED_ON.get(result.evaluated_on, result.evaluated_on),
         "calibration": text.describe_calibration(_read_model(run)),
-        "before it": text.describe_before(result.before_calibration),
+        "before it": before,
         "device": str(environment.get("device", "")),
         "versions": ", ".join(versions),
     }

@@ -75,7 +75,7 @@ def draw_legend(figure: Figure, axes: Axes, columns: int, above: bool = False) -
     figure.legend(*axes.get_legend_handles_labels(), loc=loc, ncols=columns)
 
 
-def prepare_reliability(log_probs: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
+def reliability_numbers(log_probs: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
     """Bins of confidence with their accuracy, and the headline numbers."""
     probs = probabilities(log_probs)
     diagram = metrics.reliability(probs, labels, bins)
@@ -92,7 +92,7 @@ def prepare_reliability(log_probs: Tensor, labels: Tensor, bins: int = 15) -> di
     }
 
 
-def draw_reliability(axes: Axes, panel: dict[str, Any], title: str, size: float = 8) -> None:
+def draw_reliability_panel(axes: Axes, panel: dict[str, Any], title: str, size: float = 8) -> None:
     """Accuracy against confidence; bar strength shows how many images a bin has."""
     most = max(panel["count"])
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", zorder=3)
@@ -128,7 +128,7 @@ def reliability_figure(panels: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
         figure = Figure(figsize=(max(4.8, 2.6 * len(panels)), 3.3), layout="constrained")
         for place, (title, predictions) in enumerate(panels.items()):
             axes = figure.add_subplot(1, len(panels), place + 1)
-            draw_reliability(axes, prepare_reliability(*predictions), title, size=9)
+            draw_reliability_panel(axes, reliability_numbers(*predictions), title, size=9)
         draw_reliability_legend(figure)
         return figure
 

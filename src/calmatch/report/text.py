@@ -78,26 +78,6 @@ def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*sentences, "Each is one run: another seed can change more than these intervals say."]
 
 
-def describe_promise(selective: Mapping[str, Any]) -> str:
-    """What a model's operating point promises, or why it promises nothing."""
-    if not {"threshold", "accuracy", "certainty", "labels"} <= set(selective):
-        return ""
-    wanted = f"{100 * selective['accuracy']:g} % accuracy"
-    labels = f"{selective['labels']:,} labels"
-    if selective["threshold"] is None:
-        missing = selective.get("missing") or 0
-        more = f"at least {missing:,} more labels are needed" if missing else "it errs too often"
-        return f"No operating point promises {wanted} with {labels}: {more}."
-    crossfit = selective.get("cross_fitted")
-    rough = " The labels were cross-fitted, so it is approximate." if crossfit else ""
-    if selective.get("learned"):
-        rough = " It rests on what held for other sets of pictures, not on these labels alone."
-    return (
-        f"Above {percent(selective['threshold'])} % confidence it promises {wanted}, with a "
-        f"certainty of {100 * selective['certainty']:g} %, from {labels}.{rough}"
-    )
-
-
 def describe_calibration(model: Mapping[str, Any]) -> str:
     """How the confidence was corrected after training, in a line."""
     scaling, sets = model.get("calibration") or {}, model.get("conformal") or {}
@@ -108,13 +88,6 @@ def describe_calibration(model: Mapping[str, Any]) -> str:
     if sets.get("threshold") is not None:
         parts.append(f"prediction sets ({sets.get('score')}) of {100 * sets['coverage']:g} %")
     return "; ".join(parts)
-
-
-def describe_before(measured: Mapping[str, float]) -> str:
-    """What was measured before the confidence was corrected."""
-    if not {"ece", "nll"} <= set(measured):
-        return ""
-    return f"ECE {percent(measured['ece'])} %, NLL {measured['nll']:.2f} nats"
 
 
 def describe_example(preds: Predictions) -> str:

@@ -122,7 +122,10 @@ def _train_from_checkpoint(
                         return place, step
             for run, lines, writer in zip(trainings, logs, writers, strict=True):
                 if log_due:
-                    _log(run, lines, bar)
+                    rate = float(run.optimizer.param_groups[0]["lr"])
+                    line = {"step": step, "kind": "train", "lr": rate, **run.sums.read()}
+                    lines.write(line)
+                    bar.note(line)
                 if evaluation_due:
                     _evaluate(run, lines, bar)
                 if save_due:
@@ -205,13 +208,6 @@ def _choose_engine(trainings: Sequence[Training], quiet: bool) -> Callable[[], N
 def due(step: int, every: int, total: int) -> bool:
     """Whether something done every so many steps, and at the end, is due."""
     return step == total or (every > 0 and step % every == 0)
-
-
-def _log(run: Training, lines: checkpoint.Lines, bar: console.ProgressBar) -> None:
-    rate = float(run.optimizer.param_groups[0]["lr"])
-    line = {"step": run.step, "kind": "train", "lr": rate, **run.sums.read()}
-    lines.write(line)
-    bar.note(line)
 
 
 def _evaluate(run: Training, lines: checkpoint.Lines, bar: console.ProgressBar) -> None:

@@ -68,7 +68,7 @@ def label(options: LabelOptions) -> None:
     skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
     with _hold(path):
         answers = Answers(path, usable, _by_class_folder(usable))
-        session = prepare(options, answers, usable, skipped)
+        session = open_session(options, answers, usable, skipped)
         place, token = listen("127.0.0.1", options.port), secrets.token_urlsafe(16)
         app = build_app(routes(session), place, token=token, limit=LIMIT)
         address = f"http://127.0.0.1:{place.getsockname()[1]}/?token={token}"
@@ -213,7 +213,7 @@ class Answers:
         return f"Saved: {labels} labels of {classes} classes in {self.path}.{also}"
 
 
-def prepare(
+def open_session(
     options: LabelOptions, answers: Answers, names: Sequence[str], skipped: list[stored.Skipped]
 ) -> Session:
     """Features of the pictures that may be asked for: a random sample of many, and labelled ones.

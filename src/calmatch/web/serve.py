@@ -23,7 +23,6 @@ import torch
 from calmatch import __version__, console, files, load, nets, ops
 from calmatch.data.images import DECODED, decode, open_image
 from calmatch.model import Model
-from calmatch.report.text import describe_promise
 from calmatch.web import LOOPBACK, build_app, listen, run
 
 if TYPE_CHECKING:
@@ -204,7 +203,7 @@ class Service:
             "model": self.version,
             "classes": len(self.model.classes),
             "covered": point is not None and point.threshold is not None,
-            "promise": describe_promise(self.model.note.get("selective") or {}),
+            "promise": point.describe() if point else "",
             "coverage": sets.coverage if sets and sets.threshold is not None else None,
         }
 
