@@ -326,7 +326,7 @@ def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> 
         seconds["features"] = time.process_time()
         return portfolio.Features([np.asarray(np.abs(rows), np.float32)])
 
-    monkeypatch.setattr(label.portfolio, "compute_features", compute)
+    monkeypatch.setattr(label, "compute_features", compute)
     monkeypatch.setattr(label, "choose_network", lambda *_: ("tiny", True, []))
     monkeypatch.setattr(
         label, "decode_folder", lambda listed, *_, **__: (list(listed.names), listed)

@@ -32,6 +32,7 @@ from calmatch.data.folder import (
     read_labels,
 )
 from calmatch.fit import ask, portfolio
+from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
@@ -240,7 +241,7 @@ def prepare(
         pixels, own = decode_folder(listed, extractor.views.source, False, bar, squash=True)
     if len(own.names) < 3:
         raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
-    features = portfolio.compute_features(extractor, pixels, options.quiet)
+    features = compute_features(extractor, pixels, options.quiet)
     spaces = portfolio.Embedding.fit(features).spaces(features)
     skipped += own.skipped
     return Session(options.pictures, own.names, answers, spaces, len(names), first, skipped)
