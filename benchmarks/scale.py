@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py [--pictures 200000]
 
-Two fits, one of a tenth of the pictures, with features by Ray's workers on this machine; what lies
-between them is what a further picture costs. Memory is that of the process that fits; each worker
-takes its own, whatever the number of pictures. The line for 1,000,000 is an extrapolation from
-these, not a measurement. `--engine local` looks at a sample.
+Two fits, one of a quarter of the pictures, with features by Ray's workers on this machine; what
+lies between them is what a further picture costs. Memory is that of the process that fits; each
+worker takes its own, whatever the number of pictures. The line for 1,000,000 is an extrapolation,
+not a measurement. `--engine local` looks at a sample.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--engine", default="ray")
     parser.add_argument("--size", default="64", help="pixels that the network sees")
     options = parser.parse_args()
-    numbers, costs = (options.pictures // 10, options.pictures), []
+    numbers, costs = (options.pictures // 4, options.pictures), []
     with tempfile.TemporaryDirectory() as place:
         for number in numbers:
             home = Path(place) / str(number)
