@@ -47,7 +47,7 @@ OTHER = {"none": "none of these", "unsure": "cannot tell"}
 # a command that ends with the process that holds the other end of its stdin, however that ends
 WATCHED = """
 import os, signal, sys, threading
-gone = lambda: (sys.stdin.buffer.read(), os.kill(os.getpid(), signal.SIGTERM))
+gone = lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM))
 threading.Thread(target=gone, daemon=True).start()
 from calmatch.cli import main
 sys.exit(main())
