@@ -28,6 +28,7 @@ from calmatch import console, metrics, posthoc
 from calmatch.data.images import ImageFiles
 from calmatch.fit import portfolio
 from calmatch.fit.crossval import cautious_temperature, clopper_pearson
+from calmatch.fit.features import compute_features
 from calmatch.posthoc import few
 
 NET = "efficientnet_lite0"
@@ -133,7 +134,7 @@ def extract(path: Path, parts: list[Part]) -> None:
     known = sorted(set(parts[0].labels))
     for name, part in zip(("pool", "new"), parts, strict=True):
         images = ImageFiles(part.root, part.names, extractor.size, squash=True)
-        features = portfolio.compute_features(extractor, images, True)
+        features = compute_features(extractor, images, True)
         assert features.stages is not None
         stored[f"{name}_last"] = features.last[0].astype(np.float16)
         stored[f"{name}_stages"] = features.stages[0].astype(np.float16)

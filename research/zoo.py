@@ -39,6 +39,7 @@ from calmatch.data import images as stored
 from calmatch.data.dataset import build
 from calmatch.data.images import ImageFiles
 from calmatch.fit import fit, portfolio
+from calmatch.fit.features import compute_features
 from calmatch.model import Model, load_model
 from calmatch.options import FitOptions
 from calmatch.runs import Run
@@ -174,7 +175,7 @@ def read_features(folder: Path, names: Any, net: str, views: Any) -> portfolio.F
         key = f"pictures-{stored.stamp_files(images)}"
         cached = stored.cached_array(key, images.shape, lambda _: None)
         images = stored.CachedImages(cached, torch.arange(len(names)), key)
-    return portfolio.compute_features(extractor, images, True)
+    return compute_features(extractor, images, True)
 
 
 def score(task: Task, run: Run, model: Model, new: portfolio.Features) -> dict[str, Any]:

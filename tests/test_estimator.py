@@ -56,6 +56,7 @@ def test_vectors_with_unlabelled_rows_names_pickle_and_clone(blobs):
     assert made.classes_.tolist() == names.tolist()
     probs = made.predict_proba(x)
     assert probs.shape == (300, 3)
+    assert "<svg" in made._repr_mimebundle_()["text/html"]  # what a notebook asks for
     np.testing.assert_allclose(probs.sum(1), 1)
     assert (made.predict(x) == names[truth]).mean() > 0.9
     again = clone(made).fit(x, texts)

@@ -214,6 +214,11 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         rows = {name: f"{float(getattr(metrics, name)(*known)):.4f}" for name in names}
         return html + metrics.as_html("Out-of-fold", {**rows, "labels": len(known[1])}, known)
 
+    def _repr_mimebundle_(self, **settings: Any) -> Any:
+        """What Jupyter asks for first; scikit-learn's own does not call `_repr_html_`."""
+        shown = super()._repr_mimebundle_(**settings)
+        return shown | {"text/html": self._repr_html_()} if "text/html" in shown else shown
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.three_d_array = True

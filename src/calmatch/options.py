@@ -63,6 +63,9 @@ class FitOptions:
     seed: int = 0  # Of everything random.
     strict: bool = False  # A file that cannot be decoded is an error instead of being skipped.
     device: str = "auto"  # cuda, mps, cpu, or auto.
+    # ray computes features of a frozen network on a cluster whose nodes all see the pictures.
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None  # A Ray cluster; auto: the one running here. By default a new one.
     # Import code that the model of --from, or the folder that is continued, names.
     trust: bool = False
     quiet: bool = False  # No progress and no words.
@@ -76,7 +79,8 @@ class FitOptions:
 
     def dump(self) -> dict[str, Any]:
         """JSON of what decides the result; absolute paths: the same folder is the same option."""
-        fields = {k: v for k, v in vars(self).items() if k not in ("out", "quiet", "trust")}
+        other = ("out", "quiet", "trust", "engine", "address")
+        fields = {k: v for k, v in vars(self).items() if k not in other}
         return {k: str(v.resolve()) if isinstance(v, Path) else v for k, v in fields.items()}
 
 
@@ -243,7 +247,7 @@ class PredictOptions:
     device: str = "auto"  # auto, cpu, cuda or mps.
     # ray spreads the work over a cluster whose nodes all see the pictures.
     engine: Literal["local", "ray"] = "local"
-    address: str | None = None  # The Ray cluster; by default the one running here, or a new one.
+    address: str | None = None  # A Ray cluster; auto: the one running here. By default a new one.
     trust: bool = False  # Import code that the model names.
     quiet: bool = False  # No progress bar and no lines.
 
@@ -297,7 +301,7 @@ class BenchOptions:
     seeds: tuple[int, ...] = ()  # Which seeds; by default the suite's own, 0 1 2.
     # Where runs happen: on this machine's devices, or on a Ray cluster.
     engine: Literal["local", "ray"] = "local"
-    address: str | None = None  # The Ray cluster's address; by default Ray starts on this machine.
+    address: str | None = None  # A Ray cluster; auto: the one running here. By default a new one.
     jobs: int = 0  # Runs at once on a device (GPU, or CPU); 0: three seeds a GPU, one a core.
     # Stop after so long, by checkpoint; a run that would not be done by then is not begun.
     minutes: float = math.inf

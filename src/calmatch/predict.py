@@ -443,6 +443,24 @@ def predict_on_ray(
     model: Model, source: ImageSource, batch: int, address: str | None, quiet: bool
 ) -> Iterator[Answered | Skipped]:
     """The rows that `predict_locally` gives, by Ray Data; every node sees the same path."""
+    with join_ray(address) as ray:
+        chunks = []
+        for names, skipped in source.chunks(batch):
+            yield from skipped
+            if names:
+                chunks.append({"names": json.dumps(names)})
+        nodes, own = set(), ImageSource(source.path.absolute())
+        for item in spread_items(ray, chunks, _RayWorker, ray.put(model.to("cpu")), own):
+            nodes.add(item["node"])
+            for good, *cells in json.loads(item["rows"]):
+                yield Answered(*cells)._replace(set=tuple(cells[3])) if good else Skipped(*cells)
+        if nodes:
+            console.message(f"Nodes that took part: {len(nodes)}.", quiet)
+
+
+@contextmanager
+def join_ray(address: str | None) -> Iterator[Any]:
+    """The package, while its cluster is there."""
     ray = import_ray("ray.data")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     mine = not ray.is_initialized()
@@ -456,7 +474,7 @@ def predict_on_ray(
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
     try:
-        yield from _spread_chunks(ray, model, source, batch, quiet)
+        yield ray
     except ray.exceptions.RayTaskError:  # our own fault, on a node
         raise
     except ray.exceptions.RayError as error:  # lost nodes, full disks and memories
@@ -476,40 +494,40 @@ def import_ray(*parts: str) -> Any:
 
 
 def start_ray(ray: Any, address: str | None, level: Any) -> None:
-    """Join a cluster, or start one that only this machine can reach, without a dashboard."""
+    """Join a cluster, or start one that only this machine can reach, without a dashboard.
+
+    Asked for nothing, Ray would look for one here, and wait minutes for one that was killed.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
     own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(address=address, log_to_driver=False, logging_level=level, **own)
+    ray.init(address=address or "local", log_to_driver=False, logging_level=level, **own)
 
 
-def _spread_chunks(
-    ray: Any, model: Model, source: ImageSource, batch: int, quiet: bool
-) -> Iterator[Answered | Skipped]:
-    chunks = []
-    for names, skipped in source.chunks(batch):
-        yield from skipped
-        if names:
-            chunks.append({"names": json.dumps(names)})
-    if not chunks:
+def spread_items(
+    ray: Any, items: list[dict[str, Any]], worker: Any, *arguments: Any
+) -> Iterator[dict[str, Any]]:
+    """What objects worker(*arguments), one for each core or GPU, make of the items, in order."""
+    if not items:
         return
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0))
-    most = max(1, min(len(chunks), gpus or int(resources.get("CPU", 1))))
-    work = ray.data.from_items(chunks, override_num_blocks=min(len(chunks), RAY_BLOCKS)).map(
-        _RayWorker,
-        fn_constructor_args=(ray.put(model.to("cpu")), ImageSource(source.path.absolute())),
+    gpus, cores = count_workers(ray)
+    most = max(1, min(len(items), gpus or cores))
+    work = ray.data.from_items(items, override_num_blocks=min(len(items), RAY_BLOCKS)).map(
+        worker,
+        fn_constructor_args=arguments,
         compute=ray.data.ActorPoolStrategy(min_size=most, max_size=most),
         num_cpus=1,
         num_gpus=1 if gpus else 0,
     )
-    nodes = set()
-    for item in work.iter_rows():
-        nodes.add(item["node"])
-        for good, *cells in json.loads(item["rows"]):
-            yield Answered(*cells)._replace(set=tuple(cells[3])) if good else Skipped(*cells)
-    console.message(f"Nodes that took part: {len(nodes)}.", quiet)
+    yield from work.iter_rows()
+
+
+def count_workers(ray: Any) -> tuple[int, int]:
+    """GPUs and cores of a cluster."""
+    resources = ray.cluster_resources()
+    return int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
 
 
 class _RayWorker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import calmatch.fit as fits
 from calmatch import console, nets
 from calmatch.cli import main
 from calmatch.data.images import ImageFiles
-from calmatch.fit import crossval, portfolio, whole
+from calmatch.fit import crossval, features, portfolio, whole
 from calmatch.model import load_model, write_model
 from calmatch.options import FitOptions
 from calmatch.runs import Run
@@ -124,10 +125,10 @@ def test_a_method_is_not_misled_where_few_directions_carry_the_classes():
     middles = random.normal(size=(5, 200)) * spread * (np.arange(200) < 12) * 2
     vectors = (middles[truth] + random.normal(size=(600, 200)) * spread).astype(np.float32)
     rows = np.sort(np.concatenate([np.flatnonzero(truth == c)[:4] for c in range(5)]))
-    features, bar = portfolio.Features([vectors], None), console.ProgressBar("", 1, 0, True)
-    plain = portfolio.fit_logistic(features, rows, truth[rows], 5, bar)
+    seen, bar = portfolio.Features([vectors], None), console.ProgressBar("", 1, 0, True)
+    plain = portfolio.fit_logistic(seen, rows, truth[rows], 5, bar)
     asked = FitOptions(Path(), method="fixmatch", quiet=True)
-    head = fits._fit_method_head(asked, features, rows, truth[rows], plain)
+    head = fits._fit_method_head(asked, seen, rows, truth[rows], plain)
 
     def error(candidate):
         weights = candidate.weights
@@ -412,3 +413,27 @@ def test_a_plan_of_another_version_is_refused_in_a_sentence(few, tmp_path):
     (tmp_path / "run" / "fit.json").write_text(json.dumps(held))
     with pytest.raises(ValueError, match="Another version planned"):
         fit_into(asked, tmp_path / "run")
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_features_that_are_streamed_make_the_same_model(engine, tmp_path, monkeypatch):
+    """Of too many images to keep decoded, or on a cluster; a few files are broken."""
+    root = blobs(tmp_path / "pics")
+    monkeypatch.setattr(features, "BLOCK", 32)
+    (root / "unlabelled" / "0-5.png").write_bytes(b"rubbish")
+    asked = options(root, frozen=True, tta=2)
+    usual = fit_into(asked, tmp_path / "usual")
+    monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(fits, "LARGEST", 0)
+    streamed = fit_into(dataclasses.replace(asked, engine=engine), tmp_path / "streamed")
+    assert streamed.result.skipped == usual.result.skipped
+    assert streamed.result.metrics == usual.result.metrics
+    assert not list((tmp_path / "other" / "arrays").glob("pictures-*"))
+    strict = dataclasses.replace(asked, strict=True)
+    with pytest.raises(ValueError, match=r"0-5\.png cannot be decoded"):
+        fit_into(strict, tmp_path / "strict")
+
+
+def test_a_cluster_is_refused_where_the_whole_network_learns(pics, tmp_path):
+    with pytest.raises(ValueError, match="--engine ray is for a frozen network"):
+        fit_into(options(pics, no_frozen=True, engine="ray"), tmp_path / "run")

@@ -10,7 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from calmatch import augment, nets, posthoc
 from calmatch.console import ProgressBar
 from calmatch.data.folder import decode_folder, read_folder
-from calmatch.fit import portfolio
+from calmatch.fit import features, portfolio
 from calmatch.fit.portfolio import Embedding, Features, Teachers
 from pictures import blobs
 
@@ -132,9 +132,9 @@ def test_features_are_computed_once_and_are_the_networks(tmp_path, monkeypatch):
     extractor = extractor.showing(augment.tta_views(3, 16))
     source = extractor.views.source
     images, _ = decode_folder(read_folder(blobs(tmp_path / "pics")), source, squash=True)
-    first = portfolio.compute_features(extractor, images, True)
-    monkeypatch.setattr(portfolio, "_fill", lambda *_: pytest.fail("computed again"))
-    again = portfolio.compute_features(extractor, images, True)
+    first = features.compute_features(extractor, images, True)
+    monkeypatch.setattr(features, "_compute", lambda *_: pytest.fail("computed again"))
+    again = features.compute_features(extractor, images, True)
     assert len(first.last) == 3
     assert all(np.array_equal(a, b) for a, b in zip(first.last, again.last, strict=True))
     pixels = images.take(range(len(images)))

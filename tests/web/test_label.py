@@ -314,6 +314,8 @@ def test_a_fit_ends_with_the_server_that_started_it():
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as fit:
         fit.stdin.close()  # as the kernel does for a server that was killed
         assert fit.wait(60) in (-signal.SIGTERM, 143, 15)  # 15: Windows
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as fit:
+        assert fit.wait(120) == 0  # and ends well while the server lives
 
 
 def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> None:
@@ -326,7 +328,7 @@ def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> 
         seconds["features"] = time.process_time()
         return portfolio.Features([np.asarray(np.abs(rows), np.float32)])
 
-    monkeypatch.setattr(label.portfolio, "compute_features", compute)
+    monkeypatch.setattr(label, "compute_features", compute)
     monkeypatch.setattr(label, "choose_network", lambda *_: ("tiny", True, []))
     monkeypatch.setattr(
         label, "decode_folder", lambda listed, *_, **__: (list(listed.names), listed)

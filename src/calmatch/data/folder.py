@@ -226,6 +226,22 @@ def decode_folder(
     return images.some(rows), folder.some(rows)._replace(skipped=(*folder.skipped, *skipped))
 
 
+def leave_out_broken(
+    images: ImageFiles, folder: ImageFolder, rows: list[int], strict: bool = False
+) -> tuple[ImageFiles, ImageFolder]:
+    """Only these rows, those that could be decoded; the others are looked at again, to say why."""
+    skipped = list(folder.skipped)
+    for row in sorted(set(range(len(images))) - set(rows)):
+        try:
+            images.image(row)
+        except ValueError as error:
+            if strict or not rows:
+                raise
+            reason = str(error).partition("cannot be decoded: ")[2]
+            skipped.append(Skipped(folder.names[row], reason))
+    return images.some(rows), folder.some(rows)._replace(skipped=tuple(skipped))
+
+
 class Arranged(NamedTuple):
     """Rows to learn from, and rows with labels that are held out."""
 

@@ -496,12 +496,9 @@ def cached_array(
     key: str, shape: tuple[int, ...], fill: Callable[[NDArray[Any]], None], dtype: Any = np.uint8
 ) -> MappedArray:
     """The array of this key, filled on first use; no other process ever sees half of it."""
-    path = cache_folder() / f"{key}.npy"
-    with contextlib.suppress(Exception):  # missing, or damaged in whatever way numpy finds
-        array = open_array(path, shape, dtype)
-        with contextlib.suppress(OSError):  # another's cache, which we may only read
-            os.utime(path)
+    if (array := find_array(key, shape, dtype)) is not None:
         return array
+    path = cache_folder() / f"{key}.npy"
     _remove_unused()
     with files.draft(path) as part:
         target = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=shape)
@@ -510,6 +507,17 @@ def cached_array(
         target.flush()
         del target  # Windows renames no file that is mapped
     return open_array(path, shape, dtype)
+
+
+def find_array(key: str, shape: tuple[int, ...], dtype: Any) -> MappedArray | None:
+    """The array of this key, if it is there."""
+    path = cache_folder() / f"{key}.npy"
+    with contextlib.suppress(Exception):  # missing, or damaged in whatever way numpy finds
+        array = open_array(path, shape, dtype)
+        with contextlib.suppress(OSError):  # another's cache, which we may only read
+            os.utime(path)
+        return array
+    return None
 
 
 def _reserve(path: Path) -> None:

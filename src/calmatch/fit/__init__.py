@@ -5,7 +5,7 @@ import hashlib
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from calmatch import augment, console, files, nets, ops, posthoc, runs
-from calmatch.data.folder import ImageFolder, decode_folder, fitting_size, read_folder
-from calmatch.data.images import LARGEST_FILE, Images, take_images
-from calmatch.fit import ask, crossval, plan, portfolio, text
+from calmatch.data.folder import (
+    LARGEST,
+    ImageFolder,
+    decode_folder,
+    fitting_size,
+    leave_out_broken,
+    read_folder,
+)
+from calmatch.data.images import LARGEST_FILE, ImageFiles, Images, take_images
+from calmatch.fit import ask, crossval, features, plan, portfolio, text
 from calmatch.fit.whole import Refinement, can_refine, fit_whole, start_from
 from calmatch.model import are_tta, load_model, save_calibration, write_model
 from calmatch.options import FitOptions
+from calmatch.predict import join_ray
 from calmatch.training.config import Config
 from calmatch.training.setup import describe_environment
 
@@ -112,31 +120,12 @@ def _digest(folder: ImageFolder) -> str:
 
 def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     """A portfolio of classifiers on the features of a network that stays as it is."""
-    options, folder, listed, settled = job.options, job.folder, job.listed, job.earlier
-    quiet = options.quiet
+    options, quiet = job.options, job.options.quiet
     extractor = portfolio.load_extractor(job.net, size, ops.pick_device(options.device))
     text.show_stage(2, quiet)
-    if settled is None:
-        settled = plan.plan_features(job, extractor, _looks_grey(listed))
-        job.save(settled)
-    known = are_tta(settled.get("views")) and isinstance(settled.get("note"), str)
-    if not known or type(settled.get("images")) is not int:
-        raise ValueError(f"Another version planned {folder}; choose another --out.")
-    notes = (*job.notes, settled["note"])
-    listed = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
-    extractor = extractor.showing([augment.View(*view) for view in settled["views"]])
-    source = extractor.views.source
-    for note in notes:
-        console.message(f"  {note}", quiet)
-    with console.ProgressBar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
-        images, own = decode_folder(listed, source, options.strict, bar, squash=True)
-    console.message(text.describe_folder(own, fitting_size(own)[1]), quiet)
-    for note in own.notes:
-        console.message(f"  {note}", quiet)
-    text.show_stage(3, quiet)
+    with join_ray(options.address) if options.engine == "ray" else nullcontext() as ray:
+        extractor, images, own, pool, notes = _see_images(job, extractor, ray)
     labels, classes = np.array(own.labels), len(own.classes)
-    crossval.count_folds(labels[labels >= 0].tolist(), 0)
-    pool = portfolio.compute_features(extractor, images, quiet)
     rows = _pool_rows(labels, len(own.known) + portfolio.MOST, options.seed)
     labelled = np.flatnonzero(labels[rows] >= 0)
     y, seen = labels[rows][labelled], pool.some(rows)
@@ -201,15 +190,49 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     )
 
 
+def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> tuple[Any, ...]:
+    """The plan's views; images and folder without broken files; features; what to say of it."""
+    options, listed, settled, quiet = job.options, job.listed, job.earlier, job.options.quiet
+    if settled is None:
+        settled = plan.plan_features(job, extractor, _looks_grey(listed), ray)
+        job.save(settled)
+    known = are_tta(settled.get("views")) and isinstance(settled.get("note"), str)
+    if not known or type(settled.get("images")) is not int:
+        raise ValueError(f"Another version planned {job.folder}; choose another --out.")
+    notes = (*job.notes, settled["note"])
+    own = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
+    extractor = extractor.showing([augment.View(*view) for view in settled["views"]])
+    for note in notes:
+        console.message(f"  {note}", quiet)
+    source, images = extractor.views.source, None
+    if ray is None and 3 * source**2 * len(own.names) <= LARGEST:
+        with console.ProgressBar("decoding", len(own.names), 0, quiet, unit="pictures") as bar:
+            images, own = decode_folder(own, source, options.strict, bar, squash=True)
+    console.message(text.describe_folder(own, fitting_size(own)[1]), quiet)
+    for note in own.notes:
+        console.message(f"  {note}", quiet)
+    text.show_stage(3, quiet)
+    crossval.count_folds(own.known, 0)
+    if images is not None:
+        return extractor, images, own, features.compute_blocks(extractor, images, quiet), notes
+    files_own = ImageFiles(own.root, own.names, source, True)
+    pool = features.compute_blocks(extractor, files_own, quiet, ray)
+    images, own = leave_out_broken(files_own, own, pool.rows.tolist(), options.strict)
+    for line in text.describe_skipped(own):
+        console.message(line, quiet)
+    return extractor, images, own, pool, notes
+
+
 def _head_logits(
-    pool: portfolio.Features, embedding: portfolio.Embedding, best: portfolio.Candidate
+    pool: features.FeatureBlocks, embedding: portfolio.Embedding, best: portfolio.Candidate
 ) -> Tensor:
     """What the model says of the pool, by the features that are there."""
-    if best.embedded:
-        inputs = portfolio.student_input(embedding.spaces(pool))
-    else:
-        inputs = np.mean(pool.last, 0)
-    return torch.from_numpy(inputs @ best.weights[:-1] + best.weights[-1])
+    logits = []
+    for part in pool.parts():
+        last = np.mean(part.last, 0)
+        inputs = portfolio.student_input(embedding.spaces(part)) if best.embedded else last
+        logits.append(inputs @ best.weights[:-1] + best.weights[-1])
+    return torch.from_numpy(np.concatenate(logits))
 
 
 def _pool_rows(labels: Any, most: int, seed: int) -> Any:

@@ -6,6 +6,7 @@ batches, loop and evaluation are the ones of whole networks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,7 +312,7 @@ def head_config(method: str, penalty: str | None, steps: int | None, **settings:
 
 def head_rate(width: int) -> float:
     """A learning rate for vectors of so many features, of variance 1 or so."""
-    return float(min(0.05, 1e-3 * (1280 / width) ** 0.5))
+    return min(0.05, 1e-3 * math.sqrt(1280 / width))
 
 
 def freeze_vectors(

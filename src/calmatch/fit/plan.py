@@ -20,6 +20,7 @@ from calmatch.data.images import ImageFiles, Images, take_images
 from calmatch.fit.portfolio import FITS, Extractor, time_image, time_student
 from calmatch.fit.portfolio import MOST as MOST_SEEN
 from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
+from calmatch.predict import count_workers
 from calmatch.training.config import Config, check_config
 from calmatch.training.step import new_training
 
@@ -120,6 +121,8 @@ def _can_be_had(name: str) -> bool:
 
 def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
     """An option that would do nothing is a mistake."""
+    if not frozen and options.engine != "local":
+        raise ValueError("--engine ray is for a frozen network, whose features are computed once.")
     if not frozen:
         return
     idle = [name for name in ("weak", "strong") if getattr(options, name) is not None]
@@ -149,15 +152,18 @@ def dataset_spec(
     return spec.write(spec.Spec("pictures", (), arguments))
 
 
-def plan_features(job: FitJob, extractor: Extractor, grey: bool) -> dict[str, Any]:
+def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None) -> dict[str, Any]:
     """Views, size and number of images that the minutes allow, and what is dropped for them.
 
     First goes what the teachers do not see anyway, then views, then size, then unlabelled images.
     """
     options, own = job.options, extractor.size
     labels, whole = len(job.listed.known), len(job.listed.names)
-    everything = min(whole, labels + MOST_LOOKED_AT)
-    reading, showing = time_decoding(job.listed, own), time_image(extractor)
+    everything = whole if ray is not None else min(whole, labels + MOST_LOOKED_AT)
+    gpus, cores = count_workers(ray) if ray is not None else (0, os.cpu_count() or 1)
+    faster = cores / (os.cpu_count() or 1)  # than this machine, where the cluster has no GPU
+    reading = time_decoding(job.listed, own) / faster
+    showing = time_image(extractor) / (gpus or faster)
     student = time_student(min(everything, MOST_SEEN), len(job.listed.classes))
     most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else CPU_TTA)
     shape = {"flip": not grey, "larger": not extractor.fixed}

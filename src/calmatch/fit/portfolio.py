@@ -8,11 +8,8 @@ fixed over ten datasets together, none for one of them (research/zoo.md).
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +21,8 @@ from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 
-from calmatch import augment, console, nets, ops, posthoc, spec
-from calmatch.data import images as stored
-from calmatch.data.images import Images, compute_ordered
+from calmatch import augment, nets, ops, posthoc, spec
 from calmatch.nets import fuse
-from calmatch.training.checkpoint import digest_tensors
 
 Array = NDArray[np.float32]
 COMPONENTS = (20, 40, 64, 100)  # principal components: one soft k-means each
@@ -418,9 +412,6 @@ def _halves_of(labels: NDArray[Any], seed: int) -> NDArray[np.bool_]:
     return sides
 
 
-BLOCK = 512  # images whose features are kept together: what an interruption may cost
-
-
 class Extractor(NamedTuple):
     """A network with its own input, and the views of an image whose features are averaged."""
 
@@ -527,52 +518,3 @@ def time_student(images: int, classes: int, rounds: int = 4) -> float:
         began = time.perf_counter()
         fit_linear(inputs, targets, DECAY, rounds)
         return (time.perf_counter() - began) * 2 * 60 / rounds
-
-
-def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:
-    """Features of all images, from the cache where they are there."""
-    views, width = extractor(stored.take_images(images, torch.tensor([0]))).shape[1:]
-    key, last = _key(extractor, images), nets.feature_size(extractor.body, extractor.size)
-    blocks = []
-    with console.ProgressBar("features", len(images), 0, quiet, unit="pictures") as bar:
-        for start in range(0, len(images), BLOCK):
-            rows = torch.arange(start, min(start + BLOCK, len(images)))
-            fill = functools.partial(_fill, extractor, images, rows, bar)
-            name, shape = f"features-{key}-{start // BLOCK}", (len(rows), views, width)
-            block = stored.cached_array(name, shape, fill, np.float16)
-            blocks.append(block.tensor.numpy().astype(np.float32))
-            bar.update(int(rows[-1]) + 1)
-    joined = np.concatenate(blocks)
-    parts = [(joined[:, k, :last], joined[:, k, last:]) for k in range(views)]
-    return Features([a for a, _ in parts], [b for _, b in parts] if width > last else None)
-
-
-def _fill(
-    extractor: Extractor,
-    images: Images,
-    rows: Tensor,
-    bar: console.ProgressBar,
-    features: NDArray[Any],
-) -> None:
-    read, start = functools.partial(stored.take_images, images), 0
-    batches = rows.split(nets.batch_size(extractor.device))
-    compute: Callable[[Tensor], Tensor] = extractor.__call__
-    for some in compute_ordered(batches, read, compute, extractor.device):
-        features[start : start + len(some)] = some.cpu().numpy()
-        start += len(some)
-        bar.update(int(rows[0]) + start)
-
-
-def _key(extractor: Extractor, images: Images) -> str:
-    """Everything that features depend on."""
-    state = {k: v.cpu() for k, v in extractor.body.state_dict().items()}
-    views = extractor.views.views
-    facts = (digest_tensors(state), extractor.mean, extractor.std, views)
-    total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
-    if isinstance(images, stored.ImageFiles):
-        total.update(stored.stamp_files(images).encode())
-    elif isinstance(images, stored.CachedImages):
-        total.update(images.key.encode() + images.rows.numpy().tobytes())
-    else:
-        total.update(images.contiguous().numpy().tobytes())
-    return total.hexdigest()

@@ -142,7 +142,7 @@ async function skip() {
 }
 
 async function hint() {
-  if (!current) return;
+  if (!current || view !== "one") return;
   const guesses = await ask(`see/guess/${current.row}`);
   $("hint").hidden = false;
   $("hint").textContent = guesses.length
@@ -222,6 +222,8 @@ function show(which) {
     else button.removeAttribute("aria-current");
   }
   $("classes").hidden = $("tools").hidden = which === "list";
+  for (const what of ["skip", "hint"]) document.querySelector(`[data-do="${what}"]`).hidden = which === "group"; // of one picture
+  $("hint").hidden = true;
 }
 
 async function turn(which) {
@@ -248,6 +250,7 @@ function render() {
   $("known").replaceChildren(...state.classes.map((each) => make("option", "", { value: each.name })));
   $("was").textContent = current && current.answer ? `you said: ${words(current.answer)}` : "";
   if (current) $("asks").textContent = state.classes.length ? "What is this?" : "What is this? Type the name of its class.";
+  $("new-label").textContent = state.classes.length ? "Another class" : "Its class";
   $("labels").textContent = state.labels;
   $("class-count").textContent = state.classes.length;
   $("fit").disabled = state.classes.filter((each) => each.count).length < 2 || Boolean(state.fit && state.fit.code === null);

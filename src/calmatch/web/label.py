@@ -32,6 +32,7 @@ from calmatch.data.folder import (
     read_labels,
 )
 from calmatch.fit import ask, portfolio
+from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
@@ -46,7 +47,7 @@ OTHER = {"none": "none of these", "unsure": "cannot tell"}
 # a command that ends with the process that holds the other end of its stdin, however that ends
 WATCHED = """
 import os, signal, sys, threading
-gone = lambda: (sys.stdin.buffer.read(), os.kill(os.getpid(), signal.SIGTERM))
+gone = lambda: (os.read(0, 1), os.kill(os.getpid(), signal.SIGTERM))
 threading.Thread(target=gone, daemon=True).start()
 from calmatch.cli import main
 sys.exit(main())
@@ -240,7 +241,7 @@ def open_session(
         pixels, own = decode_folder(listed, extractor.views.source, False, bar, squash=True)
     if len(own.names) < 3:
         raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
-    features = portfolio.compute_features(extractor, pixels, options.quiet)
+    features = compute_features(extractor, pixels, options.quiet)
     spaces = portfolio.Embedding.fit(features).spaces(features)
     skipped += own.skipped
     return Session(options.pictures, own.names, answers, spaces, len(names), first, skipped)

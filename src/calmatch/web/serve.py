@@ -101,6 +101,7 @@ class Service:
             send("serve.js", "text/javascript"),
             send("serve.css", "text/css"),
             Route("/predict", predict, methods=["POST"]),
+            Route("/favicon.ico", lambda _: Response(status_code=204)),
             Route("/openapi.json", lambda _: JSONResponse(about)),
             Route("/health", lambda _: JSONResponse(self.health())),
             Route("/metrics", lambda _: PlainTextResponse(self.metrics())),
