@@ -18,7 +18,7 @@ from calmatch.data.images import ImageFiles
 from calmatch.fit import crossval, whole
 from calmatch.model import load_model, write_model
 from calmatch.options import FitOptions
-from calmatch.runs import Run
+from calmatch.runs import Run, load_examples
 from calmatch.training.config import Config
 from calmatch.training.loop import _resume, train_together
 from calmatch.training.step import new_training
@@ -113,6 +113,15 @@ def test_a_method_asked_for_learns_the_last_layer(pics, tmp_path):
     assert run.result.kept == "fixmatch"
     assert set(run.result.scores) == {"transductive", "logistic regression", "fixmatch"}
     assert accuracy(run.folder) > 0.5
+
+
+def test_labels_are_asked_for_also_where_a_sample_is_predicted(pics, tmp_path, monkeypatch):
+    """Pictures that would teach most may not be in the sample; of none the page cannot be made."""
+    monkeypatch.setattr("calmatch.runs.sample_rows", lambda rows, seed: rows[:1])
+    run = fit_into(options(pics, frozen=True), tmp_path / "run")
+    examples = load_examples(run.folder)
+    assert len(set(examples.asked_files)) > 5
+    assert len(examples.asked_log_probs) == len(examples.asked_files)
 
 
 def test_the_model_says_of_the_pool_what_the_student_says(pics, fitted):
