@@ -198,7 +198,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means too little memory."""
     named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS)
-    return named or said or isinstance(error, MemoryError)
+    room = isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
+    return named or said or room
 
 
 def unless_out_of_memory(act: Callable[[], T], line: str = "") -> T | None:
