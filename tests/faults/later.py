@@ -479,7 +479,6 @@ def servers() -> Iterator[Attack]:
 
 def hubs() -> Iterator[Attack]:
     """A Hub that says what it likes."""
-    from calmatch import hub
 
     def pulled(here: Path, sha: Any, write: Callable[[Path], Any], ends: bool) -> int:
         def download(name: str, file: str, *, revision: str, local_dir: Path) -> None:
@@ -488,7 +487,8 @@ def hubs() -> Iterator[Attack]:
             write(local_dir / file)
 
         api = SimpleNamespace(model_info=lambda *a, **k: SimpleNamespace(sha=sha))
-        hub._import_hub = lambda: SimpleNamespace(HfApi=lambda **k: api, hf_hub_download=download)
+        own: Any = SimpleNamespace(HfApi=lambda **k: api, hf_hub_download=download)
+        sys.modules["huggingface_hub"] = own
         from calmatch import cli
 
         words = ["predict", "hf://somebody/thing", *PREDICT[2:]]
