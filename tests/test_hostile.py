@@ -266,6 +266,28 @@ def test_a_signal_that_somebody_swallows_is_repeated(monkeypatch):
     assert caught.value.code == 143
 
 
+def test_a_signal_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
+    """A compiled module may abort at what is raised while it is imported, with exit code -6."""
+    lines = (
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(0.4)\ndone = 1"
+    )
+    (tmp_path / "slow_module.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    done = []
+
+    def act():
+        import slow_module  # type: ignore[import-not-found]
+
+        done.append(slow_module.done)
+        time.sleep(5)
+        return 0
+
+    with pytest.raises(SystemExit) as caught:
+        console.run_guarded(act)
+    assert done == [1]
+    assert caught.value.code == 143
+
+
 def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(console, "LONGEST_STEP", 0.05)
 

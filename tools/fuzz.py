@@ -50,6 +50,7 @@ from calmatch.predict import (
     Answered,
     ImageSource,
     Skipped,
+    check_table,
     decode_one,
     open_table,
     split_names,
@@ -58,6 +59,7 @@ from calmatch.report import build
 from calmatch.runs import load_predictions, load_run
 from calmatch.training import checkpoint, loop
 from calmatch.training.config import Config, load_config
+from calmatch.web.label import Answers, Session, Stale
 
 HOME = Path(calmatch.__file__).parent
 HANG = 20  # seconds
@@ -339,6 +341,47 @@ def answers(chance: random.Random, work: Path) -> None:
         assert [row[0] for row in rows[1:]] == [valid_text(name) for name in names]
 
 
+def evaluated(chance: random.Random, work: Path) -> None:
+    """A table of answers that somebody changed, beside the truth."""
+    more, cells = chance.choice((("", ""), (",p(a),p(b)", ",0.5,0.5")))
+    lines = [
+        f"{name},{name[0]},0.5,a|b,true{cells}" for name in ("a/1.png", "b/ü 3.png", "a/2.png")
+    ]
+    text = "\n".join([f"file,label,confidence,set,sure{more}", *lines])
+    table, truth = work / "table.csv", work / "truth.csv"
+    table.write_bytes(
+        bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
+    )
+    truth.write_text("file,label\na/1.png,a\na/2.png,b\nb/ü 3.png,b\n", "utf-8")
+    found = check_table(table, truth)
+    metrics.summary(found.probs, found.labels, ("error", "ece"), resamples=0)
+
+
+def pages(chance: random.Random, work: Path) -> None:
+    """What a browser may send: refused, or on disk."""
+    held, row = PAGE[0].answers, chance.randrange(len(PAGE[0].names))
+    before = held.held.get(PAGE[0].names[row])
+    after = chance.choice((["label", "cat"], ["label", text_of(chance, "dog")], ["none", ""], None))
+    change = {"row": row, "before": before and list(before), "after": after}
+    body = {"changes": [change], "version": held.version, "name": text_of(chance, "x"), "row": row}
+    body = value_of(chance, body) if chance.random() < 0.6 else body
+    held.classes[:] = held.classes[-50:]
+    try:
+        what = chance.choice(("answer", "answer", "answer", "undo", "class", "skip", "x"))
+        PAGE[0].act(what, body if isinstance(body, dict) else {})
+    except Stale:
+        pass
+    finally:
+        PAGE[0].put_off.clear()
+        if held.path.exists():
+            rows = list(csv.reader(held.path.read_text("utf-8").splitlines()))[1:]
+            kept = {name: text for name, (kind, text) in held.held.items() if kind == "label"}
+            assert dict(rows) == kept, "an answer is not on disk"
+
+
+PAGE: list[Any] = []  # the session behind the page
+
+
 def pictures(chance: random.Random, work: Path) -> None:
     name, data = chance.choice(PICTURES)
     (work / name).write_bytes(bytes_of(chance, data))
@@ -489,12 +532,14 @@ def _hurt(chance: random.Random, folder: Path, name: str) -> None:
 
 
 TARGETS: dict[str, tuple[int, Target]] = {  # share of the inputs in percent
-    "spec strings": (18, specs),
-    "YAML and JSON configs": (14, configs),
+    "spec strings": (16, specs),
+    "YAML and JSON configs": (12, configs),
     "CSV predictions": (9, csvs),
     "CSV labels": (6, labelled),
     "labels of other programs": (3, others),
     "tables of answers": (4, answers),
+    "tables to evaluate": (2, evaluated),
+    "requests to the labelling page": (2, pages),
     "pretrained weights": (4, weights),
     "pictures": (15, pictures),
     "zips of pictures": (4, zips),
@@ -557,6 +602,10 @@ def prepare(work: Path) -> None:
         if path.is_file():
             FOLDER[path.name] = path.read_bytes()
     OUTSIDE = work.parent / "outside.json"
+    names = tuple(f"{k}.png" for k in range(9))
+    space = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
+    held = Answers(work / "labels.csv", names)
+    PAGE.append(Session(work, names, held, [space / np.linalg.norm(space, axis=1)[:, None]], 9))
 
 
 def watch(work: Path) -> list[str]:

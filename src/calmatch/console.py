@@ -198,7 +198,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means too little memory."""
     named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS)
-    return named or said or isinstance(error, MemoryError)
+    room = isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM
+    return named or said or room
 
 
 def unless_out_of_memory(act: Callable[[], T], line: str = "") -> T | None:
@@ -244,6 +245,17 @@ class SignalQueue(list[int]):
     """Signals that came; `patient` while steps go on, for then they are answered in between."""
 
     patient = False
+    postponed = 0
+
+    def wait_for_import(self, frame: FrameType | None, *alarm: float) -> bool:
+        """Whether a module is being imported: some abort, or swallow what is raised in them."""
+        while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        wait = bool(ALARM and frame) and self.postponed < 10 * REPEAT_AFTER
+        self.postponed += wait
+        if self.postponed:
+            _set_alarm(*((0.1, 0.1) if wait else alarm))
+        return wait
 
     @contextmanager
     def patience(self) -> Iterator[None]:
@@ -278,7 +290,8 @@ def catch_signals(*, collect: bool = False) -> Iterator[SignalQueue]:
         if number != ALARM:
             signals.append(number)
             _set_alarm(0 if collect else LONGEST_STEP, 1.0)
-        if not collect and (again or not signals.patient):
+        due = not collect and (again or not signals.patient)
+        if due and not signals.wait_for_import(frame, LONGEST_STEP, 1.0):
             raise Stopped(signals[0])
 
     with _handle_signals(answer, signals):
@@ -288,16 +301,15 @@ def catch_signals(*, collect: bool = False) -> Iterator[SignalQueue]:
 @contextmanager
 def _stoppable() -> Iterator[None]:
     """SIGINT and SIGTERM end any command, with exit code 130 or 143, half-written files removed."""
-    signals: list[int] = []
+    signals = SignalQueue()
 
     def end(number: int, frame: FrameType | None) -> None:
         if number != ALARM:
             signals.append(number)
             _set_alarm(REPEAT_AFTER, REPEAT_AFTER)
-        if signals and signals[-1] == signal.SIGINT:
-            raise KeyboardInterrupt
-        if signals:
-            raise SystemExit(128 + signals[-1])
+        if not signals or signals.wait_for_import(frame, REPEAT_AFTER, REPEAT_AFTER):
+            return
+        raise KeyboardInterrupt if signals[-1] == signal.SIGINT else SystemExit(128 + signals[-1])
 
     with _handle_signals(end, signals):
         yield

@@ -80,13 +80,13 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
         """When both nodes have runs whose checkpoints have come home."""
         while sum(saved_step(job.folder) > 0 for job in work) < 2:
             time.sleep(0.05)
+        killed.append(progress.counts()["running"])
         cluster.remove_node(nodes[0], allow_graceful=False)
-        killed.append(time.monotonic())
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
     run_on_ray(work, progress, [], None, 0, ENV, every=0.3)
-    killer.join(timeout=10)
+    killer.join(timeout=120)  # a busy machine takes its time
     assert killed, "no node was killed while runs were going"
     assert progress.counts() == {"finished": 4}, moves
     lost = [(name, saved) for name, state, note, saved in moves if "lost" in note]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import safetensors
-from forks import Forks, Process
+from forks import Forks, Process, Watch
 from PIL import Image
 
 from calmatch.training import checkpoint
@@ -438,9 +438,9 @@ def damage(stage: Stage, case: Case, out: Path) -> None:
         data[stage.chance.randrange(len(data))] ^= 1 << stage.chance.randrange(8)
     newest.write_bytes(data)
     process = stage.start(case, out)
-    end = time.monotonic() + 60
+    watch = Watch()
     while "Going back" not in process.told():
-        done = stage.forks.poll(process) is not None or time.monotonic() > end
+        done = stage.forks.poll(process) is not None or watch.seconds() > 60
         assert not done or "Going back" in process.told(), "a damaged checkpoint went unnoticed"
         time.sleep(0.005)
     if stage.chance.random() < 0.8:

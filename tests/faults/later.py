@@ -479,7 +479,6 @@ def servers() -> Iterator[Attack]:
 
 def hubs() -> Iterator[Attack]:
     """A Hub that says what it likes."""
-    from calmatch import hub
 
     def pulled(here: Path, sha: Any, write: Callable[[Path], Any], ends: bool) -> int:
         def download(name: str, file: str, *, revision: str, local_dir: Path) -> None:
@@ -488,7 +487,8 @@ def hubs() -> Iterator[Attack]:
             write(local_dir / file)
 
         api = SimpleNamespace(model_info=lambda *a, **k: SimpleNamespace(sha=sha))
-        hub._import_hub = lambda: SimpleNamespace(HfApi=lambda **k: api, hf_hub_download=download)
+        own: Any = SimpleNamespace(HfApi=lambda **k: api, hf_hub_download=download)
+        sys.modules["huggingface_hub"] = own
         from calmatch import cli
 
         words = ["predict", "hf://somebody/thing", *PREDICT[2:]]
@@ -825,7 +825,6 @@ def machines() -> Iterator[Attack]:
         "report run",
         "report run --out run/p.html",
         "replay run --steps 2",
-        "export run --to pt2 --out m.pt2 --quiet",
         "evaluate run --resamples 0",
         "table run --out run/t.md",
     )
@@ -868,10 +867,11 @@ def machines() -> Iterator[Attack]:
 
         real, ticks = time.time, iter(range(10**9))
         time.time = lambda: real() + step * next(ticks)  # type: ignore[assignment]
-        began = time.monotonic()
-        code = cli.main(
-            [*FIT[:4], "--size", "8", "--device", "cpu", "--minutes", "0.3", "--no-frozen"]
+        began, words = (
+            time.monotonic(),
+            "--net tiny --size 8 --no-frozen --device cpu --minutes 0.2",
         )
+        code = cli.main([*FIT[:4], *words.split()])
         assert time.monotonic() - began > 1
         return code
 
@@ -1016,4 +1016,44 @@ def archives() -> Iterator[Attack]:
     yield Attack("later: an archive", "cut while it is read", changing)
 
 
-FAMILIES = (tables, archives, caches, hubs, label_pages, servers, machines)
+def memory() -> Iterator[Attack]:
+    """Small files that take much: in folders, archives and alone, by many workers."""
+    deep = png(9400, 9400, 16, 0, bytes(18801) * 9400)
+    wide = png(9400, 9400, 8, 6, bytes(4 * 9400 + 1) * 9400)
+    many = ["--workers", "4", "--batch", "1"]
+    for name, data in {"16 bit": deep, "transparent": wide, "3 GiB of nothing": b""}.items():
+
+        def put(path: Path, data: bytes = data) -> None:
+            path.write_bytes(data)
+            if not data:
+                os.truncate(path, 3 << 30)
+
+        def folder(here: Path, put: Any = put) -> list[str]:
+            for k in range(4):
+                put(here / "pictures" / "cat" / f"large{k}.png")
+            return [*PREDICT, *many]
+
+        def fit(here: Path, put: Any = put) -> list[str]:
+            folder(here, put)
+            return FIT
+
+        def alone(here: Path, put: Any = put) -> list[str]:
+            put(here / "large.png")
+            return ["predict", "model", "large.png", *PREDICT[3:], *many]
+
+        def archive(here: Path, data: bytes = data) -> list[str]:
+            with zipfile.ZipFile(
+                here / "p.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1
+            ) as held:
+                for k in range(4 if data else 1):
+                    with held.open(f"{k}.png", "w", force_zip64=True) as member:
+                        for _ in range(1 if data else 384):
+                            member.write(data or bytes(8 << 20))
+                held.writestr("good.png", packed(pixels()))
+            return ["predict", "model", "p.zip", *PREDICT[3:], *many]
+
+        for act in (folder, fit, alone, archive):
+            yield Attack("later: memory", f"{name}, {act.__name__}", act)
+
+
+FAMILIES = (memory, tables, archives, caches, hubs, label_pages, servers, machines)

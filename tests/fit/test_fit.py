@@ -19,7 +19,7 @@ from calmatch.data.images import ImageFiles
 from calmatch.fit import crossval, features, portfolio, whole
 from calmatch.model import load_model, write_model
 from calmatch.options import FitOptions
-from calmatch.runs import Run
+from calmatch.runs import Run, load_examples
 from calmatch.training.config import Config
 from calmatch.training.loop import _resume, train_together
 from calmatch.training.step import new_training
@@ -136,6 +136,15 @@ def test_a_method_is_not_misled_where_few_directions_carry_the_classes():
 
     assert error(head) < error(plain) + 0.03
     assert head.error.low <= error(head) <= head.error.high
+
+
+def test_labels_are_asked_for_also_where_a_sample_is_predicted(pics, tmp_path, monkeypatch):
+    """Pictures that would teach most may not be in the sample; of none the page cannot be made."""
+    monkeypatch.setattr("calmatch.runs.sample_rows", lambda rows, seed: rows[:1])
+    run = fit_into(options(pics, frozen=True), tmp_path / "run")
+    examples = load_examples(run.folder)
+    assert len(set(examples.asked_files)) > 5
+    assert len(examples.asked_log_probs) == len(examples.asked_files)
 
 
 def test_the_model_says_of_the_pool_what_the_student_says(pics, fitted):

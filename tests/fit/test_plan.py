@@ -117,6 +117,17 @@ def test_the_size_the_views_and_the_images_are_what_the_minutes_allow(
     assert planned <= 60 * minutes or "longer" in made["note"]
 
 
+def test_of_very_many_pictures_a_sample_is_looked_at(tmp_path, monkeypatch):
+    """Features and probabilities of all would take memory, 8 GiB for 200,000 of 1,000 classes."""
+    for name in ("time_image", "time_decoding", "time_student"):
+        monkeypatch.setattr(plan, name, lambda *_: 1e-9)
+    extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
+    for images, kept in ((20_000, 20_000), (200_000, 20_040)):
+        made = plan.plan_features(job(tmp_path, images, minutes=99), extractor, grey=False)
+        assert made["images"] == kept
+        assert ("A sample of 20,000" in made["note"]) == (images > kept)
+
+
 def test_no_view_of_grey_images_is_mirrored(tmp_path):
     extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
     for grey in (False, True):

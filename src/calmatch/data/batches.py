@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as Rows
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from calmatch import ops
 from calmatch.augment import normalise
 from calmatch.core import Batch, Method, RandomStream, Transform
 from calmatch.data.images import CachedImages, Images, take_images
 
+_MultiProcessingDataLoaderIter._shutdown = True  # of one that no shared memory let be made
 FOLDS = 5  # at most
 COPY_BLOCK = 4096  # images on their way to the device at once
 Ids = NDArray[np.int64]
