@@ -311,7 +311,7 @@ def head_config(method: str, penalty: str | None, steps: int | None, **settings:
 
 def head_rate(width: int) -> float:
     """A learning rate for vectors of so many features, of variance 1 or so."""
-    return min(0.05, 1e-3 * (1280 / width) ** 0.5)
+    return min(0.05, 1e-3 * float((1280 / width) ** 0.5))
 
 
 def freeze_vectors(
