@@ -62,7 +62,7 @@ def read_label_json(text: str, path: Path, names: Iterable[str]) -> list[LabelRo
         if not isinstance(label, str | int | float):
             raise ValueError(f"{path}, row {number}: {label!r:.40} is no name of a class.")
         if name := unicodedata.normalize("NFC", str(label)).strip():  # as in a table, "" is none
-            rows.append(LabelRow(find(file), name, number))
+            rows.append(LabelRow(find(str(file)), name, number))
     if not rows:
         raise ValueError(f"{path} has no labels: nothing in it is annotated with one class.")
     return rows
@@ -89,7 +89,7 @@ def _task_labels(tasks: list[Any], path: Path) -> Iterator[tuple[int, str, Any]]
 def _find_choices(task: dict[str, Any]) -> Iterator[list[Any]]:
     """The classes that each annotation names."""
     if "data" not in task:
-        value = next(task[key] for key in ("choice", "label", "labels") if key in task)
+        value = task[next((key for key in ("choice", "labels") if key in task), "label")]
         value = value["choices"] if isinstance(value, dict) else value
         yield value if isinstance(value, list) else [] if value in (None, "") else [value]
         return
