@@ -298,7 +298,8 @@ function axes(title, wide = 300, high = 150) {
 }
 
 function curve(points) {
-  const last = points.at(-1), most = Math.max(10, last[0]), top = Math.min(1, 1.05 * Math.max(...points.map((p) => p[3])));
+  const last = points.at(-1), most = Math.max(10, last[0]), highest = Math.max(...points.map((p) => p[3]));
+  const top = Math.min(50, Math.max(1, Math.ceil(52 * highest))) / 50; // an even number of percent
   const x = (count) => 30 + (265 * count) / most, y = (share) => 130 - (125 * share) / top;
   const text = (p) => `with ${p[0]} labels ${percent(p[1])} (${percent(p[2])} to ${percent(p[3])})`;
   const chart = axes(`Estimated error over labels: ${[points[0], last].map(text).join(", ")}`);
