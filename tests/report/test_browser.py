@@ -56,6 +56,7 @@ def chromium():
 @pytest.fixture
 def visit(chromium, pages):
     """Open a page; afterwards nothing may have been logged and nothing asked of the network."""
+    from selenium.webdriver.support.ui import WebDriverWait
 
     def go(name, width=1200, theme="light"):
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -64,6 +65,8 @@ def visit(chromium, pages):
         media = {"features": [{"name": k, "value": v} for k, v in features.items()]}
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         chromium.get(pages[name].as_uri())
+        whole = "return document.readyState === 'complete'"  # on a busy machine `get` is early
+        WebDriverWait(chromium, 60).until(lambda driver: driver.execute_script(whole))
         return chromium
 
     chromium.get("about:blank")
