@@ -374,7 +374,8 @@ def pages(chance: random.Random, work: Path) -> None:
     finally:
         PAGE[0].put_off.clear()
         if held.path.exists():
-            rows = list(csv.reader(held.path.read_text("utf-8").splitlines()))[1:]
+            with held.path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.reader(file))[1:]
             kept = {name: text for name, (kind, text) in held.held.items() if kind == "label"}
             assert dict(rows) == kept, "an answer is not on disk"
 
