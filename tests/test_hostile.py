@@ -288,6 +288,21 @@ def test_a_signal_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
     assert caught.value.code == 143
 
 
+def test_a_signal_in_an_import_before_the_steps_is_answered_between_them(tmp_path, monkeypatch):
+    """So that the checkpoint is written: the step in which the alarm comes is not torn."""
+    lines = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)"
+    (tmp_path / "early_module.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    saved = []
+    with console.catch_signals() as signals:
+        import early_module  # type: ignore[import-not-found]  # noqa: F401
+
+        with pytest.raises(console.Stopped), signals.patience():  # noqa: PT012
+            time.sleep(0.4)  # a step, longer than the alarm
+            saved.append(list(signals))
+    assert saved == [[signal.SIGTERM]]
+
+
 def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(console, "LONGEST_STEP", 0.05)
 

@@ -245,7 +245,8 @@ class SignalQueue(list[int]):
     """Signals that came; `patient` while steps go on, for then they are answered in between."""
 
     patient = False
-    postponed = 0
+    postponed = 0  # times that an import was waited for
+    early = False  # it came in an import before the steps, which answer it now
 
     def wait_for_import(self, frame: FrameType | None, *alarm: float) -> bool:
         """Whether a module is being imported: some abort, or swallow what is raised in them."""
@@ -290,9 +291,13 @@ def catch_signals(*, collect: bool = False) -> Iterator[SignalQueue]:
         if number != ALARM:
             signals.append(number)
             _set_alarm(0 if collect else LONGEST_STEP, 1.0)
-        due = not collect and (again or not signals.patient)
-        if due and not signals.wait_for_import(frame, LONGEST_STEP, 1.0):
-            raise Stopped(signals[0])
+        if number == ALARM and signals.patient and signals.early:
+            signals.early = False
+            _set_alarm(LONGEST_STEP, 1.0)
+        elif not collect and (again or not signals.patient):
+            if not signals.wait_for_import(frame, LONGEST_STEP, 1.0):
+                raise Stopped(signals[0])
+            signals.early = not signals.patient
 
     with _handle_signals(answer, signals):
         yield signals
