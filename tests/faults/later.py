@@ -309,34 +309,30 @@ def label_pages() -> Iterator[Attack]:
             return end(pid)
 
         yield Attack("later: the labelling page", f"a table with {name}", kept)
-    for line in (
-        "--port -1",
-        "--port 99999",
-        "--labels pictures",
-        "--labels /dev/null",
-        "--first theirs",
-        "--first precious",
-        "--net none",
-        "--labels no/such/place/l.csv --port 70000",
-    ):
-        words = [word for word in LABEL if word not in ("--port", "0")]
-        yield Attack(
-            "later: an option", f"label {line}", lambda h, w=words, v=line: [*w, *v.split()]
-        )
-    for line in (
-        "--port -1",
-        "--port 99999",
-        "--host 300.1.1.1",
-        "--host x.invalid",
-        "--batch -1",
-        "--megabytes nan",
-        "--megapixels inf --port 70000",
-        "--workers -1",
-    ):
-        words = [word for word in SERVE if word not in ("--port", "0")]
-        yield Attack(
-            "later: an option", f"serve {line}", lambda h, w=words, v=line: [*w, *v.split()]
-        )
+    mistakes = {
+        "label": (
+            "--labels pictures",
+            "--labels /dev/null",
+            "--first theirs",
+            "--first precious",
+            "--net none",
+            "--labels no/such/place/l.csv --port 70000",
+        ),
+        "serve": (
+            "--host 300.1.1.1",
+            "--host x.invalid",
+            "--batch -1",
+            "--megabytes nan",
+            "--megapixels inf --port 70000",
+            "--workers -1",
+        ),
+    }
+    for command, server in (("label", LABEL), ("serve", SERVE)):
+        words = [word for word in server if word not in ("--port", "0")]
+        for line in ("--port -1", "--port 99999", *mistakes[command]):
+            yield Attack(
+                "later: an option", f"{command} {line}", lambda h, w=words, v=line: [*w, *v.split()]
+            )
 
     def trapped(here: Path) -> int:
         """A fit that the page starts, in a folder with somebody's modules."""

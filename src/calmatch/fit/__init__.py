@@ -251,8 +251,8 @@ def _fit_method_head(
     How right it is the labels say, and what unlabelled images say of the student: on the zoo that
     is nearer than the labels alone.
     """
-    features = np.mean(seen.last, 0)
-    x = torch.from_numpy(features).double()
+    plain = np.mean(seen.last, 0)
+    x = torch.from_numpy(plain).double()
     mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
     labels = torch.full((len(x),), -1)
     labels[torch.from_numpy(rows)] = torch.from_numpy(y)
@@ -266,7 +266,7 @@ def _fit_method_head(
     weight = weight / std
     weights = torch.cat([weight.T, (bias - weight @ mean)[None]]).float().numpy()
     free = np.setdiff1d(np.arange(len(x)), rows)
-    pool = portfolio.softmax(features[free] @ weights[:-1] + weights[-1]) if len(free) else None
+    pool = portfolio.softmax(plain[free] @ weights[:-1] + weights[-1]) if len(free) else None
     probs, place = held.log_probs.exp().float().numpy(), np.searchsorted(rows, held.rows)
     facts: Any = (rows, y, pool, student.agreement, student.echo)
     return portfolio.evaluated(str(options.method), weights, False, [probs], [place], *facts)
