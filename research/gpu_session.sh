@@ -30,8 +30,8 @@ from research import paper_runs
 
 paper_runs.save_parts(nets.build("vit_small_patch2_32", 200).state_dict(), Path("/tmp/random"), {})
 PY
-  setsid nohup python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/random /tmp/warm --steps "$@" \
-    --budget-seconds 330 --at-once 48 --lines /tmp/warm.jsonl --done /tmp/warm.jsonl \
+  TORCHINDUCTOR_COMPILE_THREADS=3 setsid nohup python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/random /tmp/warm --steps "$@" \
+    --budget-seconds 330 --at-once 30 --lines /tmp/warm.jsonl --done /tmp/warm.jsonl \
     >/tmp/warm.log 2>&1 </dev/null &
   setsid nohup bash -c 'for _ in $(seq 330); do sleep 1
     for log in /tmp/warm/*/metrics.jsonl; do

