@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # One session of the GPU machine (30 minutes), a call a stage; each carries what fits in 64 MiB. The
 # machine is given back 30 s after a call's end: write everything first, send calls back to back.
+#   (NVIDIA's multi-process service was tried: a process that is killed under it breaks all others.)
 #   setup STEPS                  carry .paper/small.zip .paper/lite.zip .paper/eurosat.npz: packages; starts
 #                                compiling every cell in the background, so that later runs find it
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
@@ -18,8 +19,6 @@ setup)
   cp .paper/eurosat.npz /tmp/
   if [ -e .paper/parts ]; then cp -r .paper/parts /tmp/parts; fi # of an earlier session
   nvidia-smi -L && nproc
-  nvidia-cuda-mps-control -d && echo "multi-process service" # processes overlap instead of taking turns
-  timeout 60 python3 -c "import torch; print(torch.ones(2, device='cuda').sum())" || echo quit | nvidia-cuda-mps-control
   python3 - <<'PY'
 import sys
 from pathlib import Path
