@@ -2,8 +2,9 @@
 # One session of the GPU machine (30 minutes), a call a stage; each carries what fits in 64 MiB. The
 # machine is given back 30 s after a call's end: write everything first, send calls back to back.
 #   (NVIDIA's multi-process service was tried: a process that is killed under it breaks all others.)
-#   setup STEPS                  carry .paper/small.zip .paper/lite.zip .paper/eurosat.npz: packages; starts
-#                                compiling every cell in the background, so that later runs find it
+#   setup [STEPS]                carry .paper/small.zip .paper/eurosat.npz, .paper/lite.zip for a teacher,
+#                                .paper/parts of an earlier session: packages; with STEPS compiles every
+#                                cell in the background, so that later runs find it
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
 #   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on
 #   tests SECONDS [words]        carry .paper/full.zip (all of tools/carry.sh's folder)
@@ -15,10 +16,13 @@ stage=$1
 shift
 case $stage in
 setup)
-  for name in small lite; do python3 -m zipfile -e .paper/$name.zip /tmp/carry; done
+  for name in small lite; do
+    if [ -e .paper/$name.zip ]; then python3 -m zipfile -e .paper/$name.zip /tmp/carry; fi
+  done
   cp .paper/eurosat.npz /tmp/
   if [ -e .paper/parts ]; then cp -r .paper/parts /tmp/parts; fi # of an earlier session
   nvidia-smi -L && nproc
+  if [ $# = 0 ]; then exit; fi
   python3 - <<'PY'
 import sys
 from pathlib import Path

@@ -25,7 +25,7 @@ FLOORS = [
 LEVEL = {room: level for level, (_, rooms) in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_FILES, LONGEST = 85, 600
-MOST_LINES = 19_622  # the contract says 18,500: this number only ever falls
+MOST_LINES = 19_200  # the contract says 18,500: this number only ever falls
 # packages, where a process or a command starts, and engines that only some machines can use
 ALONE_ALLOWED = {
     "__main__",
@@ -39,7 +39,7 @@ ALONE_ALLOWED = {
     "export",
 }
 ALONE_ALLOWED |= {"hub", "web", "training.replay", "training.cuda_graph", "bench.ray", "fit.whole"}
-ALONE_ALLOWED |= {"web.label", "web.serve"}  # a web server each
+ALONE_ALLOWED |= {"web.label", "web.serve", "bench.figures"}  # web servers, matplotlib
 
 
 def module(path: Path) -> str:

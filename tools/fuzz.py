@@ -495,7 +495,7 @@ def tabled(chance: random.Random, work: Path) -> None:
     found = gather_runs([work])
     tidy_csv(found)
     if chance.random() < 0.2:
-        RENDERERS["html"](build_tables(found))
+        RENDERERS["latex"](build_tables(found))
 
 
 def _copied(work: Path, names: tuple[str, ...]) -> Path:

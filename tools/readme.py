@@ -1,13 +1,15 @@
-"""Regenerates parts of pages: README's demo and tour, the architecture's tree, the floors.
+"""Regenerates parts of pages: README's demo and tour, the architecture's tree, the floors, lists.
 
-`python tools/readme.py` rewrites everything; `--tree` only the tree and the table of floors,
-`--tour` only the tour; `--check` says whether tree and floors are true.
+`python tools/readme.py` rewrites everything; `--tree` only the tree, the table of floors and the
+lists that commands print, `--tour` only the tour; `--check` says whether tree, floors and lists
+are true.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -18,15 +20,28 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "calmatch"
 ASSETS = ROOT / "docs" / "assets"
+LISTS = PACKAGE / "lists.json"
+TABLES = {  # what a list of the command line is made from
+    "methods": "methods.METHODS",
+    "datasets": "data.DATASETS",
+    "recipes": "training.recipes.RECIPES",
+    "losses": "losses.LOSSES",
+    "metrics": "metrics.METRICS",
+    "augmentations": "augment.OPS",
+    "suites": "bench.paper.SUITE_LINES",
+    "figures": "bench.figures.FIGURES",
+}
 
 
 def main() -> int:
     quick = [("docs/architecture.md", "tree", tree), ("CONTRIBUTING.md", "floors", floor_table)]
     slow = [("README.md", "demo", demo), ("README.md", "tour", tour)]
     if "--check" in sys.argv:
-        return int(any(renewed(page, *part) != (ROOT / page).read_text() for page, *part in quick))
+        pages = any(renewed(page, *part) != (ROOT / page).read_text() for page, *part in quick)
+        return int(pages or lists() != LISTS.read_text())
     if "--tour" in sys.argv:
         quick, slow = [], slow[1:]
+    LISTS.write_text(lists())
     for page, *part in quick if "--tree" in sys.argv else quick + slow:
         (ROOT / page).write_text(renewed(page, *part))
     return 0
@@ -78,6 +93,22 @@ def floors() -> list[tuple[str, str]]:
     layers = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(layers)
     return layers.FLOORS
+
+
+def lists() -> str:
+    """Every name of each table with its line."""
+    made = {}
+    for kind, place in TABLES.items():
+        module, _, table = place.rpartition(".")
+        entries = getattr(importlib.import_module(f"calmatch.{module}"), table)
+        made[kind] = {name: line_of(item) for name, item in entries.items()}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def line_of(item) -> str:
+    """A line as it is, a figure's, or the first line of a docstring."""
+    item = getattr(item, "line", getattr(item, "func", item))
+    return (item if isinstance(item, str) else item.__doc__).strip().split("\n")[0]
 
 
 def demo() -> str:

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
@@ -348,12 +349,13 @@ class Views(nn.Module):
 def _resampling(source: int, view: View, start: float) -> Tensor:
     """Weights [view.size, source] of the antialiased bicubic filter that Pillow has."""
     step = view.side * source / view.size  # source pixels for each that is shown
-    middle = start * source + (torch.arange(view.size) + 0.5) * step
-    away = (torch.arange(source) + 0.5 - middle[:, None]).abs() / max(step, 1.0)
+    middle = start * source + (np.arange(view.size, dtype=np.float32) + 0.5) * step
+    away = np.abs(np.arange(source, dtype=np.float32) + 0.5 - middle[:, None]) / max(step, 1.0)
     near = (1.5 * away - 2.5) * away**2 + 1
     far = ((-0.5 * away + 2.5) * away - 4) * away + 2
-    weights = torch.where(away < 1, near, torch.where(away < 2, far, 0.0))
-    return weights / weights.sum(1, keepdim=True)
+    weights = np.where(away < 1, near, np.where(away < 2, far, 0.0)).astype(np.float32)
+    # not by torch: a model is first built on the device "meta", where arange imports a compiler
+    return torch.tensor(weights / weights.sum(1, keepdims=True))
 
 
 def tta_views(number: int, size: int, *, flip: bool = True, larger: bool = True) -> list[View]:

@@ -216,7 +216,7 @@ def _push(options: opts.PushOptions) -> None:
 def _bench(words: list[str]) -> None:
     """A suite of runs, with its table and figures; on one machine or a cluster."""
     if not words:
-        _listing("suites", "calmatch.bench.paper", "SUITE_LINES")(words)
+        _list("suites")(words)
         return
     options = _parse("BenchOptions", words, "bench")
     from calmatch.bench import run_suite
@@ -231,17 +231,15 @@ def _figure(words: list[str]) -> None:
 
         figure_command(words[0], _parse("FigureOptions", words[1:], f"figure {words[0]}"))
         return
-    from calmatch.bench.figures import FIGURES
-
     print("usage: calmatch figure NAME [RUNS ...] [-o FILE.svg|.pdf|.png]\n")
-    print("\n".join(f"  {name:<12} {item.line}" for name, item in FIGURES.items()))
+    _list("figures")([])
     print("\ncalmatch figure NAME --help says more.")
 
 
 def _datasets(words: list[str]) -> None:
     """What datasets there are, a line each; calmatch datasets check NAME looks into one."""
     if words[:1] != ["check"]:
-        _listing("datasets", "calmatch.data", "DATASETS")(words)
+        _list("datasets")(words)
         return
     options = _parse("CheckOptions", words[1:], "datasets check")
     from calmatch.data.dataset import check_dataset
@@ -266,17 +264,14 @@ def _nets(words: list[str]) -> None:
         print(row(name, size, f"{pixels} px" if pixels else "any", here, line + fetch))
 
 
-def _listing(kind: str, module: str, table: str) -> Callable[[list[str]], None]:
+def _list(kind: str) -> Callable[[list[str]], None]:
     def show(words: list[str]) -> None:
         if words and words[0] not in ("-h", "--help"):
             raise ValueError(f"calmatch {kind} takes no arguments.")
-        entries = getattr(importlib.import_module(module), table)
+        # made by tools/readme.py from the tables, which would load torch: seconds for a list
+        entries = json.loads(Path(__file__).with_name("lists.json").read_bytes())[kind]
         width = max(map(len, entries))
-        for name, item in entries.items():
-            plain = getattr(item, "func", item)  # a recipe with its labels chosen
-            text = item if isinstance(item, str) else plain.__doc__ or ""  # python -OO has none
-            line, *_ = text.strip().splitlines() or [""]
-            print(f"{name:<{width}}  {line}")
+        print(*(f"{name:<{width}}  {line}" for name, line in entries.items()), sep="\n")
 
     show.__doc__ = f"What {kind} there are, a line each."
     return show
@@ -313,11 +308,11 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "table": (_calling("bench", "table_command", TABLE), "TableOptions"),
     "figure": (_figure, ""),
     "replay": (_calling("training.replay", "replay_command", REPLAY), "ReplayOptions"),
-    "methods": (_listing("methods", "calmatch.methods", "METHODS"), ""),
+    "methods": (_list("methods"), ""),
     "datasets": (_datasets, ""),
     "nets": (_nets, ""),
-    "recipes": (_listing("recipes", "calmatch.training.recipes", "RECIPES"), ""),
-    "losses": (_listing("losses", "calmatch.losses", "LOSSES"), ""),
-    "metrics": (_listing("metrics", "calmatch.metrics", "METRICS"), ""),
-    "augmentations": (_listing("augmentations", "calmatch.augment", "OPS"), ""),
+    "recipes": (_list("recipes"), ""),
+    "losses": (_list("losses"), ""),
+    "metrics": (_list("metrics"), ""),
+    "augmentations": (_list("augmentations"), ""),
 }

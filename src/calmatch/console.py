@@ -110,9 +110,8 @@ class ProgressBar:
     def update(self, step: int) -> None:
         """So many are done."""
         self.done = step
-        if self.show and (step % 5 == 0 or step == self.progress.tasks[0].total):
-            rate = (step - self.start) / max(1e-9, time.monotonic() - self.began)
-            self.progress.update(self.task, completed=step, rate=f"{rate:.0f} {self.unit}/s")
+        if step % 5 == 0 or step == self.progress.tasks[0].total:
+            self._draw()
 
     def advance(self, number: int) -> None:
         """So many more are done."""
@@ -125,8 +124,13 @@ class ProgressBar:
         if line.get("error") is not None and not _silenced:  # a part's own numbers are no result
             self.words["error"] = f"error about {line['error']:.0%}"
             self.words["ece"] = f"confidence off by {line['ece']:.0%}"
+        self._draw()
+
+    def _draw(self) -> None:
         if self.show:
-            self.progress.update(self.task, note=", ".join(self.words.values()))
+            rate = (self.done - self.start) / max(1e-9, time.monotonic() - self.began)
+            speed, note = f"{rate:.0f} {self.unit}/s", ", ".join(self.words.values())
+            self.progress.update(self.task, completed=self.done, rate=speed, note=note)
 
 
 def run_guarded(act: Callable[[], int], command: str = "") -> int:
@@ -231,6 +235,12 @@ def free_device_memory() -> None:
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
+
+
+class Failed(Exception):
+    """A result and no mistake, said by the exit code: runs failed, a replay is not its run."""
+
+    exit_code = 1
 
 
 class Stopped(Exception):

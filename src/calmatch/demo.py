@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from calmatch.bench import Failed, engine, stats
+from calmatch.bench import engine, stats
 from calmatch.bench.engine import Job, SuiteProgress
-from calmatch.console import Stopped, catch_signals, message
+from calmatch.console import Failed, Stopped, catch_signals, message
 from calmatch.options import DemoOptions
 from calmatch.report import build
 from calmatch.report.charts import reliability_figure, save_figure

@@ -119,11 +119,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
         own: Any = {"lr": crossval.head_rate(x.shape[1]), "seed": self.seed_}
         config = crossval.head_config(self.method or METHOD, self.penalty, self.steps, **own)
-        # one scale for all features: scaling each is the caller's choice, in a Pipeline
         scale = float(x.abs().max()) or 1.0  # squares of tiny or huge numbers are no numbers
-        x = x.double() / scale
-        mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
-        scaled = ((x - mean) / std).float()
+        scaled = x.double() / scale
         self.held_out_, self.evaluated_ = None, None
         self.calibration_ = posthoc.Scaling("identity")
         alone = config.replace(method="supervised", penalty="")
@@ -140,10 +137,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             probs = self.calibration_(known.log_probs).double().softmax(-1)
             self.evaluated_ = (probs, known.labels)
         self.kept_ = config.method
-        weight, bias = (part.double() for part in tried[config].train())
-        weight = weight / std
-        self.intercept_ = (bias - weight @ mean).numpy()
-        self.coef_ = (weight / scale).numpy()
+        weight, bias = tried[config].train()
+        self.coef_, self.intercept_ = (weight / scale).numpy(), bias.numpy()
 
     def _fit_pictures(self, pictures: NDArray[np.uint8], ids: NDArray[np.int64]) -> None:
         """Through the same door as a folder: files and a CSV."""

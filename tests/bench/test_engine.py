@@ -1,4 +1,4 @@
-"""Suites on one machine: queue, failures, interruptions, estimates, array jobs."""
+"""Suites on one machine: queue, failures, interruptions, array jobs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ from calmatch.bench.engine import (
     Job,
     SuiteProgress,
     Worker,
-    estimate_seconds,
-    find_throughput,
     job_command,
     job_state,
-    known_throughputs,
     last_log_lines,
     local_workers,
     reached_step,
-    read_throughput,
     run_locally,
     saved_step,
 )
@@ -36,7 +32,7 @@ from calmatch.bench.ray import Coordinator, changed_files, run_attempt
 from calmatch.files import lock, write
 from conftest import ALONE, calmatch
 
-WORKERS = [Worker(f"cpu {k}", {"OMP_NUM_THREADS": "1"}) for k in range(2)]
+WORKERS = [Worker({"OMP_NUM_THREADS": "1"})] * 2
 FILES = ("result.json", "metrics.jsonl", "predictions.npz", "model.safetensors")
 
 
@@ -57,7 +53,7 @@ def test_a_failed_run_stops_no_other_and_seeds_that_share_a_process_end_as_if_al
     fold = tiny(fold=1)  # measured without the bootstrap's seconds
     settings = {"bad": tiny(lr=1e30), "good": fold, "other": fold.replace(seed=1, split_seed=1)}
     bad, good, other = (Job(name, each, tmp_path / name) for name, each in settings.items())
-    items = perform([bad, good, other], [Worker("gpu", {"OMP_NUM_THREADS": "1"}, together=3)])
+    items = perform([bad, good, other], [Worker({"OMP_NUM_THREADS": "1"}, together=3)])
     assert [item.state for item in items.values()] == ["failed", "finished", "finished"]
     words = "A weight or a moment became infinite or NaN in step 1"
     assert items["bad"].note.startswith(f"exit code 2: calmatch: {words}")
@@ -120,39 +116,11 @@ def test_states_tell_finished_half_done_and_new_apart_and_refuse_another_config(
     assert job_state(job._replace(config=tiny(steps=30, workers=7))) == "half done"
 
 
-def write_times(folder, moments):
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps({"step": s, "unix": t}) + "\n" for s, t in moments)
-    (folder / "times.jsonl").write_text(text + '{"step": 99')  # a line half written
-
-
-def test_the_throughput_of_a_run_forgets_the_night_it_was_stopped(tmp_path):
-    steady = [(step, 1000 + 0.1 * step) for step in range(10, 200, 10)]
-    night = [(step, t + (30_000 if step > 100 else 0)) for step, t in steady]
-    for moments in (steady, night):
-        write_times(tmp_path / "run", moments)
-        assert read_throughput(tmp_path / "run", 200).step == pytest.approx(0.1)
-    assert reached_step(tmp_path / "run") == 190
-    assert read_throughput(tmp_path / "nothing", 200) is None
-
-
-def test_an_estimate_prefers_the_same_method_and_says_what_is_unknown(tiny, tmp_path):
-    todo = [
-        Job("a", tiny("fixmatch", steps=100), tmp_path / "a"),
-        Job("b", tiny("freematch", steps=100), tmp_path / "b"),
-        Job("c", tiny("vat", steps=100), tmp_path / "c"),
-        Job("d", tiny("vat", steps=100, net="small"), tmp_path / "d"),
-    ]
-    write_times(todo[0].folder, [(step, 1.0 * step) for step in (10, 20, 30)])
-    write_times(todo[1].folder, [(step, 3.0 * step) for step in (10, 20, 30)])
-    (todo[0].folder / RUN_LOG).write_text("# 2026-01-01 00:00:00 x\n# exit code 0 after 108.0 s\n")
-    throughputs = known_throughputs(todo)
-    assert find_throughput(todo[0].config, throughputs) == pytest.approx((1.0, 8.0))
-    assert find_throughput(todo[1].config, throughputs) == pytest.approx((3.0, 0.0))
-    assert find_throughput(todo[2].config, throughputs) == pytest.approx(
-        (2.0, 8.0)
-    )  # the same net and batch
-    assert estimate_seconds(todo, throughputs) == (pytest.approx(108 + 300 + 208), 1)
+def test_the_step_a_run_has_reached_is_that_of_its_last_whole_line(tmp_path):
+    lines = [json.dumps({"step": step, "unix": 1000.5}) + "\n" for step in range(10, 200, 10)]
+    (tmp_path / "times.jsonl").write_text("".join(lines) + '{"step": 99')  # a line half written
+    assert reached_step(tmp_path) == 190
+    assert reached_step(tmp_path / "nothing") == 0
 
 
 def test_a_machine_is_divided_by_cores_and_gpus(monkeypatch):
@@ -172,7 +140,7 @@ def test_a_worker_takes_further_rows_while_there_is_room(tiny, tmp_path, monkeyp
     settings += [tiny(fold=1), tiny(fold=2)]
     todo = [Job(f"run{k}", config, tmp_path / f"run{k}") for k, config in enumerate(settings)]
     began = stand_in_processes(todo, monkeypatch, "1", "0.1", "0.1", "0.1")
-    items = perform(todo, [Worker("gpu", {}, together=3)])
+    items = perform(todo, [Worker({}, together=3)])
     assert [item.state for item in items.values()] == ["failed"] * 5
     assert began in ([2, 1, 1, 1], [2, 1, 2])  # the folds one by one, or when two are free
 
@@ -194,7 +162,7 @@ def stand_in_processes(todo, monkeypatch, *seconds):
 def test_a_process_takes_five_runs_at_most(tiny, tmp_path, monkeypatch):
     todo = [Job(f"run{k}", tiny(seed=k), tmp_path / f"run{k}") for k in range(6)]
     began = stand_in_processes(todo, monkeypatch, "0", "0")
-    perform(todo, [Worker("gpu", {}, together=20)])
+    perform(todo, [Worker({}, together=20)])
     assert began == [5, 1]
 
 
@@ -211,30 +179,18 @@ def test_what_does_not_fit_into_the_minutes_is_left(tiny, tmp_path):
 def stand_in(tiny, monkeypatch):
     """A suite of two rows with one seed each, called tiny."""
 
-    rows = [paper.SuiteRow("supervised"), paper.SuiteRow("fixmatch")]
+    suite = {"columns": ["synthetic_16"], "rows": ["supervised", "fixmatch"]}
     monkeypatch.setattr(paper, "SEEDS", (0,))
-    monkeypatch.setitem(paper.SUITES, "tiny", (["synthetic_16"], lambda column: rows))
+    monkeypatch.setitem(paper.SUITES, "tiny", suite)
     monkeypatch.setitem(paper.RECIPES, "synthetic_16", tiny)
     monkeypatch.setitem(paper.SOURCES, "synthetic_16", "made up")
 
 
-@pytest.mark.slow
-def test_the_throughput_of_a_dry_run_is_of_real_steps(tiny):
-    step, around = engine.measure_throughput(tiny(), WORKERS[0])
-    assert 0 < step < 5
-    assert around > 0
-
-
-def test_a_dry_run_lists_states_and_tells_the_time(stand_in, tmp_path, capsys, monkeypatch):
-    measured = engine.Throughput(1.0, 8.0)
-    monkeypatch.setattr(engine, "measure_throughput", lambda config, worker: measured)
-    monkeypatch.setattr(engine, "local_workers", lambda runs, jobs: WORKERS)
+def test_a_dry_run_lists_runs_states_and_sources(stand_in, tmp_path, capsys):
     assert cli.main(["bench", "tiny", "--out", str(tmp_path), "--dry-run", "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[:2]] == [["0", "supervised"], ["1", "fixmatch"]]
-    assert lines[2] == "Protocol of 0-1: made up."
-    assert lines[3] == "2 runs: 2 new."
-    assert lines[4] == "Time: about 20 s here, 2 at once; 40 s of one worker in all."
+    assert [line.split()[:2] for line in lines[1:3]] == [["0", "supervised"], ["1", "fixmatch"]]
+    assert [lines[0], *lines[3:]] == ["Protocol: made up.", "2 runs: 2 new."]
     assert not list(tmp_path.rglob("*.json"))  # nothing was begun
 
 

@@ -69,9 +69,9 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
     moves = []
     original = progress.move
 
-    def move(job, state, where="", note=""):
+    def move(job, state, note=""):
         moves.append((job.name, state, note, saved_step(job.folder)))
-        original(job, state, where, note)
+        original(job, state, note)
         assert progress.counts()["running"] <= 2  # a core a run
 
     progress.move = move
@@ -103,7 +103,7 @@ def test_a_lost_node_costs_no_run_and_no_run_ends_twice(cluster, tiny, tmp_path)
     here = tmp_path / "local"
     here.mkdir()
     again = todo(tiny, here)
-    workers = [Worker("cpu", {**ENV, "PYTHONPATH": os.environ["PYTHONPATH"]})] * 2
+    workers = [Worker({**ENV, "PYTHONPATH": os.environ["PYTHONPATH"]})] * 2
     run_locally(again, progress_of(again), workers, [])
     for one, two in zip(work, again, strict=True):
         ends = [(folder / f"book{one.config.seed}").read_text() for folder in (there, here)]

@@ -1,5 +1,4 @@
 import csv
-import html.parser
 import io
 import re
 import shutil
@@ -11,7 +10,7 @@ import pytest
 import fabricated
 from calmatch.bench import BenchOptions, choose_cells, figures, split_paper
 from calmatch.bench.paper import PARTS, PUBLISHED_TABLES, SUITES, suite_cells
-from calmatch.bench.render import Entry, html_page, latex, markdown
+from calmatch.bench.render import Entry, latex, markdown
 from calmatch.bench.tables import (
     build_tables,
     details_table,
@@ -296,29 +295,6 @@ def test_markdown_is_aligned_and_escaped(tmp_path):
         bars = [len(re.findall(r"(?<!\\)\|", line)) for line in lines]
         assert len(set(bars)) == 1
     assert "<b>" not in page
-
-
-class Tags(html.parser.HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.seen, self.open = set(), []
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.add(tag)
-        self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        while self.open.pop() != tag:
-            pass
-
-
-def test_html_is_escaped_and_loads_nothing(tmp_path):
-    page = html_page(nasty(tmp_path))
-    tags = Tags()
-    tags.feed(page)
-    assert not tags.open
-    assert not tags.seen & {"b", "script", "link", "img"}
-    assert "&lt;b&gt;" in page
 
 
 def test_latex_is_escaped_and_every_row_has_its_columns(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_methods import _compare_compiled
 
-from calmatch import files, losses, posthoc
+from calmatch import files, losses
 from calmatch.core import Term
 from calmatch.runs import find_finished
 from calmatch.training.config import check_config
@@ -94,58 +94,6 @@ def test_mixup_mixes_pictures_and_targets_by_the_same_share(tiny, hard):
 def test_mixup_and_gate_compile_into_one_graph(tiny, method):
     settings = {"precision": "fp64", "penalty": "margin(m=1, gate=True)"}
     _compare_compiled(tiny(f"{method}(mixup=0.5, hard=False)", **settings), "eager", 1e-12)
-
-
-def drawn(random, n=4000, classes=5, heat=0.4, shared=0.0):
-    """Answers of two networks that are right as often as they agree, but far too confident."""
-    p = random.dirichlet(np.full(classes, 0.5), size=n)
-    pick = lambda: np.array([random.choice(classes, p=row) for row in p])  # noqa: E731
-    label, first, second = pick(), pick(), pick()
-    second = np.where(random.random(n) < shared, first, second)
-    logits = []
-    for answer in (first, second):
-        raw = np.abs(random.normal(size=(n, classes)))
-        raw[np.arange(n), answer] = raw.max(1) + random.exponential(size=n)
-        logits.append(torch.tensor(raw / heat))
-    return label, logits
-
-
-def test_agreement_of_networks_trained_apart_makes_confidence_equal_accuracy():
-    label, (a, b) = drawn(np.random.default_rng(0))
-    right = (a.argmax(1).numpy() == label).mean()
-    before = float(a.softmax(1).amax(1).mean())
-    scale = posthoc.agreement_temperature(a, b)
-    after = float(scale(a).exp().amax(1).mean())
-    assert before - right > 0.2
-    assert abs(after - right) < 0.03  # three standard errors of agreement and accuracy
-    assert scale.values["temperature"] > 1
-    assert scale.labels == 0
-    assert posthoc.load_scaling(scale.dump()) == scale
-
-
-def test_shared_mistakes_make_the_temperature_too_cold():
-    label, (a, b) = drawn(np.random.default_rng(1), shared=0.7)
-    scale = posthoc.agreement_temperature(a, b)
-    right = (a.argmax(1).numpy() == label).mean()
-    assert float(scale(a).exp().amax(1).mean()) > right + 0.1
-
-
-def test_mean_confidence_of_both_equals_agreement():
-    _, (a, b) = drawn(np.random.default_rng(2), n=500)
-    b = 0.3 * b
-    wanted = (float((a.argmax(1) == b.argmax(1)).sum()) + 1) / 502
-    both = posthoc.agreement_temperature(a, b)
-    mean = (both(a).exp().amax(1).mean() + both(b).exp().amax(1).mean()) / 2
-    assert float(mean) == pytest.approx(wanted, abs=1e-6)
-
-
-def test_agreement_at_its_ends_stays_in_range_and_mistakes_are_said():
-    a = torch.eye(3).repeat(20, 1)
-    assert 0.05 <= posthoc.agreement_temperature(a, a).values["temperature"] < 1
-    assert posthoc.agreement_temperature(a, a.roll(1, 0)).values["temperature"] == 20
-    for wrong in (a[:5], a[:, :2], torch.full_like(a, torch.nan)):
-        with pytest.raises(ValueError, match=r"same shape|NaN"):
-            posthoc.agreement_temperature(a, wrong)
 
 
 def test_views_and_plain_predictions_are_kept_where_that_is_asked_and_only_there(tiny, tmp_path):

@@ -96,7 +96,7 @@ def test_other_predictions_are_noticed(folder):
         arrays = {name: file[name] for name in file.files}
     arrays["log_probs"] = arrays["log_probs"][:, ::-1]
     replay.np.savez(path, **arrays)
-    with pytest.raises(replay.Different, match="tolerance"):
+    with pytest.raises(console.Failed, match="tolerance"):
         replay.replay_run(ReplayOptions(folder, quiet=True))
 
 

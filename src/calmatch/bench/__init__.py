@@ -10,18 +10,12 @@ from pathlib import Path
 from calmatch import spec
 from calmatch.bench import engine, paper, render, tables
 from calmatch.bench.engine import Job, SuiteProgress
-from calmatch.console import Stopped, catch_signals, message
+from calmatch.console import Failed, Stopped, catch_signals, message
 from calmatch.files import write
 from calmatch.options import BenchOptions, FigureOptions, TableOptions
 from calmatch.training.config import Config
 
 SHOWN_FAILURES = 8  # failed runs whose last lines are printed
-
-
-class Failed(Exception):
-    """Some runs failed; the others are done."""
-
-    exit_code = 1
 
 
 def run_suite(options: BenchOptions) -> None:
@@ -32,11 +26,15 @@ def run_suite(options: BenchOptions) -> None:
         raise ValueError("--jobs must be at least 1, or 0 to let the machine decide.")
     cells = choose_cells(options)
     jobs = [Job(str(cell.folder), cell.config, options.out / cell.folder) for cell in cells]
-    if options.index is not None:
-        _become_job(jobs, options.index)
+    if options.index is not None:  # become one run, as an array job does: its signals, its code
+        if not 0 <= options.index < len(jobs):
+            last = len(jobs) - 1
+            raise ValueError(f"--index must lie between 0 and {last}, not {options.index}.")
+        words = [word for word in engine.job_command(jobs[options.index]) if word != "--quiet"]
+        os.execv(words[0], words)
     states = [engine.job_state(job) for job in jobs]  # refuses another config before hours pass
     if options.dry_run:
-        _print_preview(options, cells, jobs, states)
+        _print_preview(cells, jobs, states)
         return
     if done := states.count("finished"):
         message(f"{done} of {len(jobs)} runs are finished already.", options.quiet)
@@ -95,57 +93,20 @@ def shorten(config: Config, steps: int) -> Config:
     return config.replace(steps=steps, **shrunk)
 
 
-def _become_job(jobs: Sequence[Job], index: int) -> None:
-    """Become one run: its signals, its exit code. What an array job of a cluster starts."""
-    if not 0 <= index < len(jobs):
-        raise ValueError(f"--index must lie between 0 and {len(jobs) - 1}, not {index}.")
-    words = [word for word in engine.job_command(jobs[index]) if word != "--quiet"]
-    os.execv(words[0], words)
-
-
-def _print_preview(
-    options: BenchOptions, cells: Sequence[paper.Cell], jobs: Sequence[Job], states: Sequence[str]
-) -> None:
-    """The runs, how they stand, and how long the rest will take."""
-    row_width = max(len(cell.row) for cell in cells)
-    column_width = max(len(cell.column) for cell in cells)
-    spans: dict[str, list[list[int]]] = {}  # first and last numbers of runs by their source
+def _print_preview(cells: Sequence[paper.Cell], jobs: Sequence[Job], states: Sequence[str]) -> None:
+    """The runs and how they stand, below the sources of their protocols."""
+    wide, wider = (
+        max(map(len, names)) for names in zip(*(cell[1:3] for cell in cells), strict=True)
+    )
+    source = ""
     for k, (cell, job, state) in enumerate(zip(cells, jobs, states, strict=True)):
-        name = f"{cell.row:<{row_width}}  {cell.column:<{column_width}}  seed {cell.seed}"
+        if cell.source != source:
+            source = cell.source
+            print(f"Protocol: {source}.")
+        name = f"{cell.row:<{wide}}  {cell.column:<{wider}}  seed {cell.seed}"
         print(f"{k:>3}  {name}  {state:<9}  {job.folder}", flush=True)
-        own = spans.setdefault(cell.source, [])
-        if own and own[-1][1] == k - 1:
-            own[-1][1] = k
-        else:
-            own.append([k, k])
-    for source, numbers in spans.items():
-        words = ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in numbers)
-        print(f"Protocol of {words}: {source}.")
     counts = Counter(states)
     print(f"{len(jobs)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}.")
-    if ahead := [job for job, state in zip(jobs, states, strict=True) if state != "finished"]:
-        print(_estimate(ahead, jobs, options))
-
-
-def _estimate(ahead: Sequence[Job], jobs: Sequence[Job], options: BenchOptions) -> str:
-    workers = engine.local_workers(len(jobs), options.jobs)
-    throughputs = engine.known_throughputs(jobs)
-    kinds: dict[engine.SpeedKey, Job] = {}
-    for job in ahead:
-        if not engine.find_throughput(job.config, throughputs):
-            kinds.setdefault(engine.speed_keys(job.config)[-1], job)
-    for number, (key, job) in enumerate(kinds.items(), 1):
-        place = f"{number} of {len(kinds)}"
-        message(f"Measuring a few steps of {job.name} ({place}) ...", options.quiet)
-        if throughput := engine.measure_throughput(job.config, workers[0]):
-            throughputs[key] = throughput
-    seconds, unknown = engine.estimate_seconds(ahead, throughputs)
-    if unknown == len(ahead):
-        return "Time: unknown; no step of these runs could be measured here (is the data there?)."
-    at_once = min(sum(worker.together for worker in workers), len(ahead))
-    here, total = map(engine.format_duration, (seconds / at_once, seconds))
-    more = f"; {unknown} more runs are unknown." if unknown else "."
-    return f"Time: about {here} here, {at_once} at once; {total} of one worker in all{more}"
 
 
 def _run_jobs(options: BenchOptions, jobs: Sequence[Job]) -> SuiteProgress:
@@ -197,7 +158,7 @@ def split_paper(paths: Sequence[Path], suite: str | None) -> dict[str, tables.Ru
     return parts or {suite: tables.gather_runs(paths, suite)}
 
 
-TABLE_KINDS = {".md": "md", ".tex": "latex", ".csv": "csv", ".html": "html"}
+TABLE_KINDS = {".md": "md", ".tex": "latex", ".csv": "csv"}
 
 
 def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
@@ -212,7 +173,7 @@ def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
         if kind != "csv":
             write(out / f"table{ending}", render.RENDERERS[kind](built))
     write(out / "table.csv", tables.tidy_csv(table, suite=suite, compare=compare))
-    print(f"Tables:  {out}/table.md, .tex, .html, .csv")
+    print(f"Tables:  {out}/table.md, .tex, .csv")
     drawn, missing = [], []
     for name, stem, part in figures.figures_of(table):
         try:
@@ -220,7 +181,7 @@ def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
         except ValueError as error:  # these runs do not allow it
             missing.append(f"No figure {stem}: {error}")
             continue
-        write(out / f"{stem}.svg", charts.encode(figures.draw_figure(name, content), ".svg"))
+        charts.save_figure(figures.draw_figure(name, content), out / f"{stem}.svg")
         drawn.append(f"{stem}.svg")
     print("\n".join([f"Figures: {out}/ {', '.join(drawn)}", *missing]))
 
@@ -277,5 +238,4 @@ def figure_command(name: str, options: FigureOptions) -> None:
         target = {"target": options.target} if name == "logits" else {}
         content = drawing.prepare(table, **target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, charts.encode(figures.draw_figure(name, content), path.suffix))
-    print(f"Figure: {path}")
+    print(f"Figure: {charts.save_figure(figures.draw_figure(name, content), path)}")

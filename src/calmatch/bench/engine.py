@@ -1,4 +1,4 @@
-"""Runs of a suite as processes on this machine: jobs, workers, progress and throughput."""
+"""Runs of a suite as processes on this machine: jobs, workers and progress."""
 
 from __future__ import annotations
 
@@ -8,26 +8,18 @@ import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
 from calmatch import files
-from calmatch.console import console, message, run_guarded
+from calmatch.console import ProgressBar, message, run_guarded
 from calmatch.runs import find_finished, load_run
 from calmatch.training.checkpoint import list_checkpoints
 from calmatch.training.config import Config, without_seeds
@@ -152,16 +144,12 @@ def close_log(folder: Path, code: int, seconds: float) -> None:
 
 def last_log_lines(folder: Path, n: int = 5) -> list[str]:
     """The end of the log of the newest attempt."""
-    newest = re.split(r"(?m)^# \d{4}-.*", _read_text(folder / RUN_LOG))[-1].splitlines()
-    return [line for line in newest if line.strip() and not line.startswith("# ")][-n:]
-
-
-def _read_text(path: Path) -> str:
-    """A file's text; empty where there is none."""
     try:
-        return files.read_bytes(path).decode("utf-8", errors="replace")
+        text = files.read_bytes(folder / RUN_LOG).decode("utf-8", errors="replace")
     except OSError:
-        return ""
+        return []
+    newest = re.split(r"(?m)^# \d{4}-.*", text)[-1].splitlines()
+    return [line for line in newest if line.strip() and not line.startswith("# ")][-n:]
 
 
 def _describe_exit(code: int) -> str:
@@ -176,9 +164,8 @@ RUNS_PER_PROCESS = 5  # of them in one process, however many run at once: more e
 
 
 class Worker(NamedTuple):
-    """A place for runs: its name and what it adds to their environment."""
+    """A place for runs: what it adds to their environment."""
 
-    name: str
     env: Mapping[str, str]
     together: int = 1  # runs at once; those that differ in their seeds only share a process
 
@@ -197,11 +184,9 @@ def local_workers(runs: int, per_device: int = 0) -> list[Worker]:
         processes = len(gpus) * max(1, per_device // RUNS_PER_GPU)
     env = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if kind != "cuda":
-        return [Worker(f"cpu {k}" if kind == "cpu" else kind, env) for k in range(processes)]
-    return [
-        Worker(f"cuda {gpu}", {**env, "CUDA_VISIBLE_DEVICES": gpu}, per_device or RUNS_PER_GPU)
-        for gpu in gpus
-    ]
+        return [Worker(env)] * processes
+    together = per_device or RUNS_PER_GPU
+    return [Worker({**env, "CUDA_VISIBLE_DEVICES": gpu}, together) for gpu in gpus]
 
 
 def local_devices() -> tuple[str, list[str]]:
@@ -247,7 +232,7 @@ def run_locally(
                     running[bundle] = (start_job(*bundle, env=worker.env), place)
                     room[place] -= len(bundle)
                     for job in bundle:
-                        progress.move(job, "running", worker.name)
+                        progress.move(job, "running")
             for bundle, (process, place) in list(running.items()):
                 code = process.poll()
                 for job in bundle:
@@ -301,9 +286,7 @@ def record_exit(
         progress.move(job, "failed", note=": ".join(lines))
 
 
-SHOWN_DONE = 5  # runs that were finished last, shown on a terminal
 OPEN_STATES = ("waiting", "held", "running")
-STATES = "finished kept running held failed stopped waiting".split()
 
 
 @dataclass
@@ -312,39 +295,33 @@ class JobStatus:
 
     job: Job
     state: str = "waiting"
-    where: str = ""
     began: float = 0.0
-    first: int = 0  # the step it stood at when this command began
     step: int = 0
     note: str = ""
 
 
 class SuiteProgress:
-    """How every run of a suite stands; engines move the items, this shows them."""
+    """How every run of a suite stands: engines move the items, here are lines about them and a bar.
+
+    The bar counts the steps of all runs; on it stands how many runs are in which state.
+    """
 
     def __init__(self, title: str, jobs: Sequence[Job], quiet: bool = False) -> None:
-        self.title, self.quiet = title, quiet
-        steps = {job: saved_step(job.folder) for job in jobs}
-        self.items = {job: JobStatus(job, first=step, step=step) for job, step in steps.items()}
-        self.began, self.drawn, self.stopping = time.monotonic(), 0.0, False
-        self.done: list[JobStatus] = []
-        live = console.is_terminal and not quiet
-        self.live = Live(console=console, auto_refresh=False) if live else None
+        self.title, self.quiet, self.stopping = title, quiet, False
+        self.items = {job: JobStatus(job, step=saved_step(job.folder)) for job in jobs}
+        self.bar = ProgressBar(title, sum(job.config.steps for job in jobs), self._steps(), quiet)
 
     def __enter__(self) -> SuiteProgress:
-        if self.live:
-            self.live.start()
+        self.bar.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.live:
-            self.live.update(self._table(), refresh=True)
-            self.live.stop()
+        self.bar.__exit__()
 
-    def move(self, job: Job, state: str, where: str = "", note: str = "") -> None:
-        """A run changes its state; in a pipe that is a line."""
+    def move(self, job: Job, state: str, note: str = "") -> None:
+        """A run changes its state, which may be worth a line."""
         item = self.items[job]
-        before, item.state, item.where, item.note = item.state, state, where, note
+        before, item.state, item.note = item.state, state, note
         text = ""
         if state == "running":
             item.began = time.monotonic()
@@ -356,17 +333,15 @@ class SuiteProgress:
             error, ece = (100 * metrics[key].value for key in ("error", "ece"))
             spent = format_duration(time.monotonic() - item.began)
             item.note = f"{spent}, error {error:.1f} %, ECE {ece:.1f} %"
-            self.done.append(item)
-            text = f"finished in {item.note}{self._time_left()}"
+            text = f"finished in {item.note}"
         elif state == "kept":
             item.step = job.config.steps
             text = "kept: another process finished it" if before == "held" else ""
         elif state not in (before, "left"):  # what is left is counted at the end
             text = f"{state} {note}".strip()
-        if text and not self.quiet and not self.live:
+        if text:
             closed = sum(item.state not in OPEN_STATES for item in self.items.values())
-            line = f"[{closed}/{len(self.items)}] {job.name}: {text}"
-            console.print(line, markup=False, soft_wrap=True)
+            message(f"[{closed}/{len(self.items)}] {job.name}: {text}", self.quiet)
 
     def move_all(self, waiting: list[Job], state: str) -> None:
         """None of these is begun."""
@@ -376,46 +351,20 @@ class SuiteProgress:
 
     def halt(self) -> None:
         """Say that everything is about to end."""
-        if not (self.quiet or self.live or self.stopping):
-            message(f"{self.title}: stopping; running ones write their checkpoints.")
+        if not self.stopping:
+            message(f"{self.title}: stopping; running ones write their checkpoints.", self.quiet)
         self.stopping = True
 
     def tick(self) -> None:
-        """Draw anew, twice a second at most."""
-        if self.live and time.monotonic() - self.drawn > 0.5:
-            self.drawn = time.monotonic()
-            self.live.update(self._table(), refresh=True)
+        """Show how far all runs are."""
+        self.bar.words = {state: f"{number} {state}" for state, number in self.counts().items()}
+        self.bar.update(self._steps())
 
     def counts(self) -> Counter[str]:
         return Counter(item.state for item in self.items.values())
 
-    def _table(self) -> Group:
-        """Running runs, the last that ended and all that failed, under a line that counts all."""
-        counts = self.counts()
-        words = [f"{counts[state]} {state}" for state in STATES if counts[state]]
-        head = f"{self.title}: {len(self.items)} runs, {', '.join(words)}{self._time_left()}"
-        table = Table.grid(padding=(0, 2))
-        for item in self.items.values():
-            if item.state == "running":
-                step = f"{item.step:,} / {item.job.config.steps:,}"
-                spent = format_duration(time.monotonic() - item.began)
-                table.add_row(item.job.name, item.where, step, spent)
-        ended = [(item, "dim", "done") for item in self.done[-SHOWN_DONE:]]
-        ended += [(i, "red", "failed") for i in self.items.values() if i.state == "failed"]
-        lines = [
-            Text(f"{i.job.name}  {word}  {i.note}", style, no_wrap=True) for i, style, word in ended
-        ]
-        return Group(Text(head, style="bold"), table, *lines)
-
-    def _time_left(self) -> str:
-        """Seconds to go, at the speed at which this command has advanced so far, as text."""
-        if self.stopping:
-            return "; stopping, checkpoints are written (again: at once)"
-        items = self.items.values()
-        done = sum(item.step - item.first for item in items if item.state != "kept")
-        ahead = sum(i.job.config.steps - i.step for i in items if i.state in OPEN_STATES)
-        left = (time.monotonic() - self.began) * ahead / done if done > 0 else 0.0
-        return f"; about {format_duration(left)} left" if left else ""
+    def _steps(self) -> int:
+        return sum(item.step for item in self.items.values())
 
 
 def format_duration(seconds: float) -> str:
@@ -430,95 +379,3 @@ def format_duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // part} {small}"
     return f"{whole} s"
-
-
-LONGEST_MEASUREMENT = 120.0  # seconds that one measurement may take
-
-
-class Throughput(NamedTuple):
-    """Seconds a step, and seconds around the steps (start, last measurement)."""
-
-    step: float
-    around: float
-
-
-SpeedKey = tuple[object, ...]
-Throughputs = Mapping[SpeedKey, Throughput]
-
-
-def speed_keys(config: Config) -> list[SpeedKey]:
-    """What decides the speed of a run: exactly, then roughly."""
-    rough = (config.net, config.batch, config.ratio, config.precision)
-    return [(config.dataset, config.method, *rough), rough]
-
-
-def estimate_seconds(jobs: Sequence[Job], throughputs: Throughputs) -> tuple[float, int]:
-    """Seconds that these runs take one after the other, and how many are unknown."""
-    pairs = [(job, find_throughput(job.config, throughputs)) for job in jobs]
-    seconds = [
-        known.around + known.step * (job.config.steps - saved_step(job.folder))
-        for job, known in pairs
-        if known
-    ]
-    return sum(seconds), len(jobs) - len(seconds)
-
-
-def find_throughput(config: Config, throughputs: Throughputs) -> Throughput | None:
-    """That of the same method on the same data, or else of the same network and batch."""
-    return next((throughputs[key] for key in speed_keys(config) if key in throughputs), None)
-
-
-def known_throughputs(jobs: Sequence[Job]) -> dict[SpeedKey, Throughput]:
-    """Medians over the folders of these runs, by exact keys and by rough ones."""
-    by_key: dict[SpeedKey, list[Throughput]] = {}
-    for job in jobs:
-        if throughput := read_throughput(job.folder, job.config.steps):
-            for key in speed_keys(job.config):
-                by_key.setdefault(key, []).append(throughput)
-    medians = {}
-    for key, throughputs in by_key.items():
-        steps, around = zip(*throughputs, strict=True)
-        known = [seconds for seconds in around if seconds] or [0.0]
-        medians[key] = Throughput(statistics.median(steps), statistics.median(known))
-    return medians
-
-
-def read_throughput(folder: Path, steps: int) -> Throughput | None:
-    """The throughput of a run from its times; None where there are too few.
-
-    A gap of more than twenty usual intervals is a night in which the run was stopped.
-    """
-    lines = _read_text(folder / "times.jsonl").splitlines(keepends=True)
-    whole = [json.loads(line) for line in lines if line.endswith("\n")]  # not one half written
-    moments = {int(line["step"]): line["unix"] for line in whole}
-    spans = [(b - a, moments[b] - moments[a]) for a, b in pairwise(sorted(moments))]
-    rates = [seconds / n for n, seconds in spans if seconds > 0]
-    if not rates:
-        return None
-    usual = statistics.median(rates)
-    steady = [(n, seconds) for n, seconds in spans if 0 < seconds / n <= 20 * usual]
-    step = sum(seconds for _, seconds in steady) / sum(n for n, _ in steady)
-    log = _read_text(folder / RUN_LOG)
-    starts = re.findall(r"^# \d{4}-", log, re.MULTILINE)
-    ends = re.findall(r"^# exit code 0 after ([\d.]+) s$", log, re.MULTILINE)
-    in_one_go = len(starts) == len(ends) == 1
-    return Throughput(step, max(0.0, float(ends[0]) - step * steps) if in_one_go else 0.0)
-
-
-def measure_throughput(config: Config, worker: Worker) -> Throughput | None:
-    """A few real steps in a process of their own; None where they cannot be made."""
-    chunk = config.chunk if "CUDA_VISIBLE_DEVICES" in worker.env else 4
-    short = config.replace(steps=4 * chunk, chunk=chunk, log_every=chunk, eval_every=0, warmup=0)
-    with tempfile.TemporaryDirectory(prefix="calmatch-throughput-") as name:
-        folder, began = Path(name), time.monotonic()
-        process = start_job(Job("throughput", short, folder), env=worker.env)
-        try:
-            process.wait(LONGEST_MEASUREMENT)
-        except subprocess.TimeoutExpired:
-            pass  # its first lines may do
-        finally:
-            process.kill()
-            process.wait()
-        total = time.monotonic() - began
-        measured = read_throughput(folder, short.steps)
-    return measured and Throughput(measured.step, max(0.0, total - short.steps * measured.step))

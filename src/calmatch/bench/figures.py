@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
-from calmatch import losses, spec
 from calmatch.bench import stats, tables
 from calmatch.bench.paper import PUBLISHED_TABLES
 from calmatch.bench.tables import Group, RunTable
@@ -185,7 +184,8 @@ GRID = 200
 def prepare_logits(table: RunTable, target: int = 5) -> Content:
     """Densities of every class's logit on pictures of one class (Observation 3)."""
     check_panels(len(table.groups))
-    return {"panels": [_logit_panel(group, target) for group in table.groups]}
+    panels = [_logit_panel(group, target) for group in table.groups]
+    return {"panels": panels, "wide": min(4, len(panels)), "high": 1.65}
 
 
 def prepare_logits_all(table: RunTable) -> Content:
@@ -193,7 +193,8 @@ def prepare_logits_all(table: RunTable) -> Content:
     _, labels, names, _ = logits_of(table.groups[0])
     classes = [k for k in range(len(names)) if int((labels == k).sum()) > 2][:SHOWN_CLASSES]
     check_panels(len(classes) * len(table.groups))
-    return {"lines": [[_logit_panel(group, k) for group in table.groups] for k in classes]}
+    panels = [_logit_panel(group, k) for k in classes for group in table.groups]
+    return {"panels": panels, "wide": len(table.groups), "high": 1.4}
 
 
 def _logit_panel(group: Group, target: int) -> Content:
@@ -244,11 +245,9 @@ def density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> list[floa
 
 def draw_logits(figure: Figure, content: Content) -> None:
     """A panel a run, or lines of them, all on the same axes; the target class is the filled one."""
-    lines = content.get("lines")
-    panels = [panel for line in lines for panel in line] if lines else content["panels"]
-    wide = len(lines[0]) if lines else min(4, len(panels))
+    panels, wide = content["panels"], content["wide"]
     deep = -(-len(panels) // wide)
-    width, height = max(COLUMN, 1.75 * wide), (1.4 if lines else 1.65) * deep + 0.5
+    width, height = max(COLUMN, 1.75 * wide), content["high"] * deep + 0.5
     figure.set_size_inches(width, height)
     figure.set_layout_engine("none")  # so many panels would take it half a minute
     edges = {"left": 0.5 / width, "right": 1 - 0.1 / width, "hspace": 0.9, "wspace": 0.4}
@@ -285,58 +284,6 @@ def _draw_densities(axes: Axes, panel: Content) -> None:
             colour, dash = PALETTE[place % 6], "-" if place < 6 else "--"
             name = panel["names"][k]
             axes.plot(panel["x"], heights, color=colour, ls=dash, lw=0.9, label=name)
-
-
-def prepare_penalty(table: RunTable) -> Content:
-    """Logit distances and wrong confidence with and without the penalty (before and after)."""
-    pairs = [(table.base(group), group) for group in table.groups if group.config.penalty]
-    members = {(g.row, g.column): g for base, group in pairs if base for g in (base, group)}
-    if not members:
-        raise ValueError("This figure needs a run with a penalty and the same run without it.")
-    return {"curves": _name_curves([_distances(group) for group in members.values()])}
-
-
-def _distances(group: Group) -> dict[str, Any]:
-    logits, labels, names, _ = logits_of(group)
-    gap = np.ptp(logits, axis=1)
-    wrong = logits.argmax(1) != labels
-    confidence = 1 / np.exp(logits - logits.max(1, keepdims=True)).sum(1)
-    gaps = np.linspace(0, float(gap.max()) * 1.1, GRID)
-    shares = np.linspace(0, 1, 101)
-    beyond = [float((confidence[wrong] >= s).mean()) if wrong.any() else 0.0 for s in shares]
-    parts = spec.added(group.config.penalty) if group.config.penalty else []
-    settings = next((part.kwargs for part in parts if part.name == "margin"), None)
-    margin = None if settings is None else float(settings.get("m", 10.0))
-    if settings and settings.get("cap") is not None:
-        margin = losses.cap_margin(settings["cap"], len(names))
-    return {
-        "row": group.row,
-        "column": group.column,
-        "margin": margin,
-        "gap": gaps.tolist(),
-        "gap_density": density(gap, gaps),
-        "confidence": shares.tolist(),
-        "wrong_beyond": beyond,
-    }
-
-
-def draw_penalty(figure: Figure, content: Content) -> None:
-    """Left the largest logit distance with the margin as a line, right how sure errors are."""
-    figure.set_size_inches(PAGE, 2.8)
-    left, right = figure.subplots(1, 2)
-    styles = charts.line_styles([curve["name"] for curve in content["curves"]])
-    for curve in content["curves"]:
-        name = curve["name"]
-        left.plot(curve["gap"], curve["gap_density"], label=name, **styles[name])
-        right.plot(curve["confidence"], [100 * v for v in curve["wrong_beyond"]], **styles[name])
-    for m in sorted({c["margin"] for c in content["curves"] if c["margin"] is not None}):
-        left.axvline(m, color="0.4", lw=0.8, ls=":")
-        where: Any = ("data", "axes fraction")
-        left.annotate(f" m = {m:g}", (m, 1), xycoords=where, fontsize=6, va="top")
-    left.set(xlabel="largest logit distance", ylabel="density over test pictures", ylim=(0, None))
-    right.set(xlabel="confidence", ylabel="errors at least that sure, %")
-    right.set(ylim=(0, 101), xlim=(0, 1))
-    draw_legend(figure, left, 4)
 
 
 METRICS = ("error", "ece")
@@ -477,7 +424,6 @@ FIGURES: Mapping[str, Drawing] = {
     "agreement": Drawing(prepare_agreement, draw_agreement),
     "logits": Drawing(prepare_logits, draw_logits),
     "logits_all": Drawing(prepare_logits_all, draw_logits),
-    "penalty": Drawing(prepare_penalty, draw_penalty),
     "radar": Drawing(prepare_radar, draw_radar, published_radar, whole=True),
     "convergence": Drawing(prepare_convergence, draw_convergence),
     "ranks": Drawing(prepare_ranks, draw_ranks, published_ranks, whole=True),

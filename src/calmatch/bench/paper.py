@@ -1,7 +1,8 @@
 """The paper: its experiments as suites of runs, each with its source, and its published numbers."""
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +12,13 @@ from calmatch.training.config import Config
 from calmatch.training.recipes import RECIPES
 
 SEEDS = (0, 1, 2)
-PSEUDO = ("fixmatch", "flexmatch", "freematch")  # the methods the paper adds its penalty to
-OTHERS = ("mixmatch", "dash", "adamatch", "defixmatch")
-SUPPLEMENT = "pimodel meanteacher vat remixmatch uda crmatch comatch simmatch softmatch".split()
-COLUMNS = ("cifar100_200", "cifar100_400", "eurosat_20", "eurosat_40", "stl10_40", "stl10_100")
-SIMMATCH = (*COLUMNS[:2], "cifar100_1000")
-TEXT, CLASSIC = ("stl10_text_40", "stl10_text_100"), ("cifar10_40", "cifar10_250")
-TAILS = ("10_-10", "10_10", "15_15")
-LONG_TAILED, LONG_TAILED_WRN = (
-    tuple(f"cifar100_lt_{net}{tail}" for tail in TAILS) for net in ("", "wrn_")
-)
+STRENGTHS = {"smoothing": "smoothing(alpha=0.1)", "focal": "focal(gamma=2)"}
+SETS = {"U'": "disagree", "both": "all"}
+_LISTED = json.loads(Path(__file__).with_name("suites.json").read_text(encoding="utf-8"))
+SUITES: dict[str, Mapping[str, Any]] = _LISTED["suites"]  # a line, columns and rows, or parts
+SUITE_LINES: Mapping[str, str] = {name: suite["line"] for name, suite in SUITES.items()}
+PARTS: Sequence[str] = SUITES["paper"]["parts"]
+SOURCES = {column: source for source, columns in _LISTED["sources"].items() for column in columns}
 
 
 class Cell(NamedTuple):
@@ -42,14 +40,6 @@ class Cell(NamedTuple):
         return Path(self.column) / "+".join(filter(None, slugs)) / f"seed{self.seed}"
 
 
-class SuiteRow(NamedTuple):
-    """A line of a table: a method, what it changes in the recipe, and who says so."""
-
-    name: str  # the method, and what is added to it
-    changes: Mapping[str, Any] = {}
-    source: str = ""
-
-
 def suite_cells(suite: str, seeds: Sequence[int] | None = None) -> list[Cell]:
     """The runs of a suite, rows in the order of its table, the seeds of a row together."""
     if suite not in SUITES:
@@ -57,67 +47,40 @@ def suite_cells(suite: str, seeds: Sequence[int] | None = None) -> list[Cell]:
     if seeds is not None and (not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds)):
         raise ValueError("Seeds are different whole numbers from 0 on, one at least.")
     cells: dict[Path, Cell] = {}
-    for part in PARTS if suite == "paper" else (suite,):
-        columns, rows = SUITES[part]
-        for column in columns:
-            for name, changes, note in rows(column):
-                recipe = RECIPES[column](name.partition(" + ")[0], **changes)
-                source = "; ".join(filter(None, (SOURCES[column], note)))
-                for seed in SEEDS if seeds is None else seeds:
-                    config = recipe.replace(seed=seed, split_seed=seed)  # as USB
-                    cell = Cell(part, name, column, seed, config, source)
-                    cells.setdefault(cell.folder, cell)  # what tables share is run once
+    for part in SUITES[suite].get("parts", [suite]):
+        columns, rows = SUITES[part]["columns"], SUITES[part]["rows"]
+        for column, row in [(column, row) for column in columns for row in rows]:
+            changes, note = _row_changes(row, column)
+            recipe = RECIPES[column](row.partition(" + ")[0], **changes)
+            source = "; ".join(filter(None, (SOURCES[column], note)))
+            for seed in SEEDS if seeds is None else seeds:
+                config = recipe.replace(seed=seed, split_seed=seed)  # as USB
+                cell = Cell(part, row, column, seed, config, source)
+                cells.setdefault(cell.folder, cell)  # what tables share is run once
     return list(cells.values())
 
 
-def _main_rows(column: str) -> list[SuiteRow]:
-    return [SuiteRow("supervised"), *map(SuiteRow, OTHERS), *_pairs(column)]
+def _row_changes(row: str, column: str) -> tuple[dict[str, str], str]:
+    """What a row's name says that it changes in its column's recipe, and where that stands.
 
-
-def _pairs(column: str) -> list[SuiteRow]:
-    return [row for method in PSEUDO for row in (SuiteRow(method), _margin(method, column))]
-
-
-def _bam_rows(column: str) -> list[SuiteRow]:
-    source = "BaM on USB's network: no code is published (docs/paper.md#bam)"
-    return [SuiteRow("fixmatch"), SuiteRow("bam", source=source), _margin("fixmatch", column)]
-
-
-def _where_rows(column: str) -> Iterator[SuiteRow]:
-    for method in PSEUDO:
-        yield SuiteRow(method)
-        yield from (_margin(method, column, on=on) for on in ("", "disagree", "all"))
-
-
-def _loss_rows(column: str) -> Iterator[SuiteRow]:
-    source = "its strength is published nowhere (docs/paper.md#the-penalty); the usual one"
-    yield SuiteRow("freematch")
-    for text in ("smoothing(alpha=0.1)", "focal(gamma=2)"):
-        name = f"freematch + {text.partition('(')[0]}"
-        yield SuiteRow(name, {"unlabelled_loss": text}, source)
-    yield _margin("freematch", column)
-
-
-def _margin_rows(column: str) -> Iterator[SuiteRow]:
-    for method in PSEUDO:
-        yield SuiteRow(method)
-        yield from (_margin(method, column, m=m) for m in (4, 6, 8, 10, 12))
-    yield from (_margin("freematch", column, m=8, weight=w) for w in (0.01, 0.03, 0.3, 1.0))
-
-
-def _margin(
-    method: str, column: str, *, on: str = "", m: int | None = None, weight: float = 0.1
-) -> SuiteRow:
-    """A method with the penalty; what differs from the published setting stands in the name."""
-    published, source = _published_margin(method, column)
-    name, text = f"{method} + margin", f"m={m or published}"
-    if weight != 0.1:
-        text += f", weight={weight:g}"
-    if m:
-        name, source = f"{name}({text})", "sweep"
-    if on:
-        name, text = f"{name} on {SETS[on]}", f"{text}, where='{on}'"
-    return SuiteRow(name, {"penalty": f"margin({text})"}, f"weight {weight:g}, {source}")
+    A margin has the published settings, but for those that the name has; `on U'` and `on both` say
+    where it acts.
+    """
+    method, _, added = row.partition(" + ")
+    loss, _, where = added.partition(" on ")
+    if method == "bam":
+        return {}, "BaM on USB's network: no code is published (docs/paper.md#bam)"
+    if not loss:
+        return {}, ""
+    if loss in STRENGTHS:
+        source = "its strength is published nowhere (docs/paper.md#the-penalty); the usual one"
+        return {"unlabelled_loss": STRENGTHS[loss]}, source
+    item = spec.parse(loss)
+    m, source = _published_margin(method, column)
+    settings = {"m": m, **item.kwargs} | ({"where": SETS[where]} if where else {})
+    source = "sweep" if item.kwargs else source
+    text = spec.write(item._replace(kwargs=settings))
+    return {"penalty": text}, f"weight {settings.get('weight', 0.1):g}, {source}"
 
 
 def _published_margin(method: str, column: str) -> tuple[int, str]:
@@ -128,59 +91,6 @@ def _published_margin(method: str, column: str) -> tuple[int, str]:
         m = 4 if column.endswith("_40") else 6
         return m, f"m = {m} by the supplement, chosen on the test set (docs/paper.md#margins)"
     return 10, "m = 10 (docs/paper.md#margins)"
-
-
-SUITES: dict[str, tuple[Sequence[str], Callable[[str], Iterable[SuiteRow]]]] = {
-    "paper": ((), _pairs),  # all of PARTS
-    "main": (COLUMNS, _main_rows),
-    "supplement": (COLUMNS, lambda c: [*map(SuiteRow, SUPPLEMENT), *_main_rows(c)]),
-    "simmatch": (SIMMATCH, lambda c: [SuiteRow("simmatch"), _margin("simmatch", c)]),
-    "bam": (COLUMNS[:2], _bam_rows),
-    "where": (COLUMNS[:2], _where_rows),
-    "losses": (COLUMNS, _loss_rows),
-    "longtail": (LONG_TAILED + LONG_TAILED_WRN, _pairs),
-    "text": (TEXT, _pairs),
-    "margin": (["eurosat_40"], _margin_rows),
-    "wrn": (CLASSIC, _main_rows),
-    "digits": (["digits_40"], lambda c: [SuiteRow("supervised"), *_pairs(c)]),
-}  # columns, and the rows of each
-SUITE_LINES = {
-    "paper": "All of the paper's experiments; what several tables share is run once.",
-    "main": "Tables 1 and 2: eleven rows on CIFAR-100, EuroSAT and STL-10, error and ECE.",
-    "supplement": "The supplement's table: nine further methods beside those of main.",
-    "simmatch": "The penalty on soft pseudo-labels: SimMatch on CIFAR-100, 200 to 1,000 labels.",
-    "bam": "FixMatch against BaM and against the margin on CIFAR-100.",
-    "where": "Where the penalty acts: on agreeing pictures (U''), disagreeing ones (U'), on both.",
-    "losses": "Label smoothing, focal loss or the margin on FreeMatch; ECE, CECE, AECE (radar).",
-    "longtail": "Three long-tailed CIFAR-100 settings, with ViT-S and with WRN-28-2.",
-    "text": "STL-10 as the paper's text has it: ViT-S/16 at 96 px, layer decay 0.95.",
-    "margin": "How m and the weight act on EuroSAT with 40 labels: nothing the paper shows.",
-    "wrn": "The main rows on CIFAR-10 with WRN-28-2 from scratch, the field's classic protocol.",
-    "digits": "Supervised and three methods with and without margin: minutes on two cores.",
-}
-PARTS = ("main", "supplement", "simmatch", "bam", "where", "losses", "longtail")
-SETS = {"disagree": "U'", "all": "both"}
-_USB_CV = "USB's usb_cv configuration (docs/paper.md#protocol)"
-_STL10 = f"{_USB_CV}; the paper's text names ViT-S and layer decay 0.95 (suite text)"
-_TEXT = "the paper's text; timm's weights, as it names none (docs/paper.md#text-and-configurations)"
-_TAIL_VIT = (
-    "USB's long tail with ViT-S: the only network that explains the table "
-    "(docs/paper.md#long-tails)"
-)
-_TAIL_WRN = (
-    "USB's classic_cv_imb configuration (docs/paper.md#long-tails), as the paper's text says"
-)
-_CLASSIC = "USB's classic_cv protocol (docs/paper.md#long-tails), weight decay 5e-4 as in FixMatch"
-SOURCES: Mapping[str, str] = {
-    **dict.fromkeys(COLUMNS, _USB_CV),
-    "cifar100_1000": f"{_USB_CV}; there is no configuration for 1,000 labels",
-    **dict.fromkeys(("stl10_40", "stl10_100"), _STL10),
-    **dict.fromkeys(LONG_TAILED, _TAIL_VIT),
-    **dict.fromkeys(LONG_TAILED_WRN, _TAIL_WRN),
-    **dict.fromkeys(CLASSIC, _CLASSIC),
-    **dict.fromkeys(TEXT, _TEXT),
-    "digits_40": "calmatch's own recipe (docs/bench.md)",
-}
 
 
 class Published(NamedTuple):

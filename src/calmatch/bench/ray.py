@@ -134,7 +134,7 @@ class _Queue:
             item = self.progress.items[self.jobs[run]]
             item.step = max(item.step, steps.get(run, 0))
             if run in nodes and item.state != "running" and ref not in ended:
-                self.progress.move(item.job, "running", nodes[run])
+                self.progress.move(item.job, "running")
         for ref in ended:
             run = self.running.pop(ref)
             self.settle(ref, run)

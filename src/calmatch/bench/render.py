@@ -1,13 +1,8 @@
-"""Tables as Markdown, LaTeX or HTML: aligned, escaped, the best bold, the second underlined."""
+"""Tables as Markdown or LaTeX: aligned, escaped, the best bold, the second underlined."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import jinja2
-
-from calmatch import files
+from typing import Literal, NamedTuple
 
 Mark = Literal["", "best", "second"]
 
@@ -103,16 +98,7 @@ def _latex(table: Table) -> str:
 """
 
 
-def html_page(tables: Sequence[Table]) -> str:
-    """One HTML page that loads nothing."""
-    text = files.read_text(Path(__file__).with_name("tables.html"))
-    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    page: jinja2.Template = jinja2.Template(text, autoescape=True, **blocks)
-    return page.render(tables=tables)
-
-
 RENDERERS: Mapping[str, Callable[[Sequence[Table]], str]] = {
     "md": markdown,
     "latex": latex,
-    "html": html_page,
 }

@@ -78,31 +78,29 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     runs, notes = _load_runs(paths)
     cells: dict[str, paper.Cell] = {}  # by what no flag changes
     for name in [suite] if suite else paper.SUITES:
-        for cell in paper.suite_cells(name, [0]):
-            cells.setdefault(config_key(cell.config, *CHANGED_BY_FLAGS), cell)
+        for each in paper.suite_cells(name, [0]):
+            cells.setdefault(config_key(each.config, *CHANGED_BY_FLAGS), each)
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         by_key.setdefault(config_key(run.config), []).append(run)
-    by_cell: dict[str, list[list[Run]]] = {key: [] for key in cells}
-    others: list[list[Run]] = []
-    for same in by_key.values():
-        by_cell.get(config_key(same[0].config, *CHANGED_BY_FLAGS), others).append(same)
+    rows = [(config_key(same[0].config, *CHANGED_BY_FLAGS), same) for same in by_key.values()]
+    others = sum(len(same) for key, same in rows if key not in cells)
     if suite and others:
-        notes.append(f"Not of the suite {suite} and left out: {sum(map(len, others))} runs.")
+        notes.append(f"Not of the suite {suite} and left out: {others} runs.")
+        rows = [(key, same) for key, same in rows if key in cells]
+    order = {key: place for place, key in enumerate(cells)}
     groups, changes = [], set()
-    for key, cell in cells.items():
-        for same in by_cell[key]:
-            config = same[0].config
-            groups.append(Group(cell.row, cell.column, config, _by_seed(same, notes)))
+    for key, same in sorted(rows, key=lambda row: order.get(row[0], len(order))):
+        config = same[0].config
+        row, column = _row_title(config), f"{config.dataset}_{config.labels}"
+        if cell := cells.get(key):
+            row, column = cell.row, cell.column
             changes |= {
                 f"{field}={getattr(config, field)}"
                 for field in CHANGED_BY_FLAGS[:3]
                 if getattr(config, field) != getattr(cell.config, field)
             }
-    for same in [] if suite else others:
-        config = same[0].config
-        column = f"{config.dataset}_{config.labels}"
-        groups.append(Group(_row_title(config), column, config, _by_seed(same, notes)))
+        groups.append(Group(row, column, config, _by_seed(same, notes)))
     if not groups:
         raise ValueError("There is no finished run to show; name run folders or a folder of them.")
     if changes:

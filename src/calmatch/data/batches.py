@@ -175,7 +175,7 @@ class Batches:
             "u": Order(len(unlabelled), unlabelled_batch, seed, RandomStream.UNLABELLED_ORDER),
         }
         for side, source in self.sources.items():
-            source.plan = functools.partial(self._flat_rows, side)
+            source.plan = functools.partial(self.rows, side, flat=True)
         self._chunks = functools.lru_cache(maxsize=1)(self._make)
 
     def __getitem__(self, step: int) -> Batch:
@@ -193,13 +193,10 @@ class Batches:
         steps = torch.arange(first, end, device=self.device)
         return self._batch(*self._chunks(number), steps, stacked)
 
-    def rows(self, side: str, number: int) -> Tensor:
-        """Rows of every step of a chunk: [chunk, rows]."""
+    def rows(self, side: str, number: int, flat: bool = False) -> Tensor:
+        """Rows of every step of a chunk: [chunk, rows], or all of them in a row."""
         steps = range(number * self.chunk, (number + 1) * self.chunk)
-        return torch.stack([self.orders[side][k] for k in steps])
-
-    def _flat_rows(self, side: str, number: int) -> Tensor:
-        return self.rows(side, number).flatten()
+        return (torch.cat if flat else torch.stack)([self.orders[side][k] for k in steps])
 
     def _make(self, number: int) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
         """All views of one chunk of steps, each [chunk, rows, 3, H, W]."""
@@ -394,15 +391,3 @@ class _Fetch(Rows[Tensor | str]):
 
 
 Source = Resident | Stream
-
-
-class AugmentedSource:
-    """Images of a source, changed anew by a transform whenever they are read."""
-
-    def __init__(self, images: Source, transform: Transform, seed: int) -> None:
-        self.images, self.transform, self.seed = images, transform, seed
-
-    def batches(self, size: int) -> Iterator[Tensor]:
-        for number, some in enumerate(self.images.batches(size)):
-            chance = Generator(some.device).manual_seed(self.seed + number)
-            yield self.transform(some, chance)

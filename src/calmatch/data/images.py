@@ -399,9 +399,8 @@ def compute_ordered(
 
 def stamp_files(listed: ImageFiles) -> str:
     """A key of names, sizes and times of change: quick, for folders too large to be read twice."""
-    total = hashlib.blake2b(
-        os.fsencode(f"v1 {listed.root.resolve()} {listed.size} {listed.squash}"), digest_size=16
-    )
+    start = f"v1 {listed.root.resolve()} {listed.size} {listed.squash}"
+    total = hashlib.blake2b(os.fsencode(start), digest_size=16)
     for name in listed.names:
         try:  # number and time of its inode: files that changed places may agree in all else
             facts = (listed.root / name).stat()

@@ -252,19 +252,17 @@ def _fit_method_head(
     is nearer than the labels alone.
     """
     plain = np.mean(seen.last, 0)
-    x = torch.from_numpy(plain).double()
-    mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
+    x = torch.from_numpy(plain)
     labels = torch.full((len(x),), -1)
     labels[torch.from_numpy(rows)] = torch.from_numpy(y)
     own: Any = {"batch": options.batch or 64, "seed": options.seed}
     own["lr"] = crossval.head_rate(x.shape[1])
     config = crossval.head_config(str(options.method), options.penalty, options.steps, **own)
     classes = student.log_probs.shape[1]
-    vectors = crossval.freeze_vectors(config, ((x - mean) / std).float(), labels, classes)
+    vectors = crossval.freeze_vectors(config, x, labels, classes)
     held = crossval.cross_validate(vectors, quiet=options.quiet)
-    weight, bias = (part.double() for part in vectors.train())
-    weight = weight / std
-    weights = torch.cat([weight.T, (bias - weight @ mean)[None]]).float().numpy()
+    weight, bias = vectors.train()
+    weights = torch.cat([weight.T, bias[None]]).float().numpy()
     free = np.setdiff1d(np.arange(len(x)), rows)
     pool = portfolio.softmax(plain[free] @ weights[:-1] + weights[-1]) if len(free) else None
     probs, place = held.log_probs.exp().float().numpy(), np.searchsorted(rows, held.rows)

@@ -250,14 +250,18 @@ class FrozenRun:
     split: Split  # all labelled and unlabelled rows
     store: Tensor  # [N, 1 + 2 V, D]: as it is, V weak views, V strong ones
     labels: Tensor  # [N] class ids, -1 unknown
+    mean: Tensor  # [D] and deviation, which make stored vectors of those that came
+    std: Tensor
 
     def train(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of a head that learned from all rows."""
+        """Weight and bias, on vectors as they came, of a head that learned from all rows."""
         parts = self.parts(self.split)
         train_in_memory(self.config, parts)
         linear = parts.evaluated.get_submodule("body.linear")
         assert isinstance(linear, nn.Linear)
-        return linear.weight.detach().cpu(), linear.bias.detach().cpu()
+        weight, bias = (part.detach().cpu().double() for part in (linear.weight, linear.bias))
+        weight = weight / self.std
+        return weight, bias - weight @ self.mean
 
     def parts(self, split: Split) -> Parts:
         """The parts of a run on these rows; a ValueError if the method cannot do without pixels."""
@@ -318,7 +322,13 @@ def head_rate(width: int) -> float:
 def freeze_vectors(
     config: Config, vectors: Tensor, labels: Tensor, classes: int, views: int = 4
 ) -> FrozenRun:
-    """A run on vectors of variance 1 or so: a view adds noise, a strong one also mixes in rows."""
+    """A run on vectors, centred, all on one scale: a view adds noise, a strong one mixes rows too.
+
+    To scale each feature apart is the caller's choice.
+    """
+    x = vectors.double()
+    mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
+    vectors = ((x - mean) / std).float()
     chance = Generator().manual_seed(stream_seed(config.seed, RandomStream.VECTORS))
     stored = [vectors]
     for name in VIEW_NAMES:
@@ -330,4 +340,4 @@ def freeze_vectors(
             stored.append(view)
     split = Split((labels >= 0).nonzero()[:, 0].tolist(), list(range(len(vectors))), [])
     names = tuple(str(k) for k in range(classes))
-    return FrozenRun(config, names, split, torch.stack(stored, 1), labels)
+    return FrozenRun(config, names, split, torch.stack(stored, 1), labels, mean, std)

@@ -204,12 +204,9 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     return {"views": [list(view) for view in views], "note": note, "images": number}
 
 
-def time_decoding(listed: ImageFolder, size: int, sample: int = 8) -> float:
+def time_decoding(listed: ImageFolder, size: int) -> float:
     """Seconds of one image, by some of them; threads share the work."""
-    began, names = (
-        time.perf_counter(),
-        listed.names[:: max(1, len(listed.names) // sample)][:sample],
-    )
+    began, names = time.perf_counter(), listed.names[:: max(1, len(listed.names) // 8)][:8]
     decode_some(listed.root, names, size)
     return (time.perf_counter() - began) / len(names) / (os.cpu_count() or 1)
 

@@ -208,7 +208,7 @@ def fit_linear(inputs: Array, targets: Array, decay: float, rounds: int = 60) ->
     return np.asarray(best.x.reshape(d + 1, classes), np.float32)
 
 
-FOLDS, REPEATS, HALVINGS = 4, 2, 4
+FOLDS, REPEATS, HALVINGS = 4, 2, 8
 ECHOES, ECHO_TEMPERATURE = 8, 0.5  # of echo_agreement
 FITS = 1 + FOLDS * (REPEATS + 1) + 2 * HALVINGS + ECHOES  # of all candidates
 STRENGTHS = np.logspace(-4, 0, 5)  # C of logistic regression

@@ -6,7 +6,7 @@ SciPy and scikit-learn are imported where something is fitted: prediction starts
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -286,36 +286,6 @@ def mean_confidence(z: Any, heat: float) -> float:
     return float(np.exp(log_softmax(z / heat).max(1)).mean())
 
 
-def agreement_temperature(first: Any, second: Any) -> Scaling:
-    """The temperature at which mean confidence of both equals their agreement; without labels.
-
-    Networks trained apart agree about as often as they are right (Jiang et al., 2022); where they
-    share mistakes it is too cold (docs/beyond.md). One image more on either side is assumed.
-    """
-    a, b = (check_log_probs(torch.as_tensor(each)) for each in (first, second))
-    if a.shape != b.shape:
-        shapes = f"{a.shape} and {b.shape}"
-        raise ValueError(f"Predictions of the same pictures have the same shape, not {shapes}.")
-    wanted = (float((a.argmax(1) == b.argmax(1)).sum()) + 1) / (len(a) + 2)
-    return Scaling("temperature", {"temperature": matching_temperature((a, b), wanted)}, 0)
-
-
-def matching_temperature(log_probs: Sequence[Any], confidence: float) -> float:
-    """The temperature at which the mean top confidence of all is as asked for, 0.05 to 20."""
-    from scipy import optimize
-
-    def surplus(log_heat: float) -> float:
-        means = [mean_confidence(z, np.exp(log_heat)) for z in log_probs]
-        return float(np.mean(means)) - confidence
-
-    low, high = (float(np.log(limit)) for limit in TEMPERATURES)
-    if surplus(low) <= 0:  # falls with the temperature
-        return TEMPERATURES[0]
-    if surplus(high) >= 0:
-        return TEMPERATURES[1]
-    return float(np.exp(optimize.brentq(surplus, low, high, xtol=1e-10)))
-
-
 class Conformal(NamedTuple):
     """A fitted rule: the classes whose score is at most the threshold, and always the first."""
 
@@ -554,23 +524,21 @@ def _starts(n: int, error: float, doubt: float) -> list[int]:
 
 def load_conformal(saved: Any) -> Conformal:
     """From a model file; a ValueError in one sentence for anything that is none."""
-    rule: Conformal | None = _read_rule(saved, Conformal)
-    if rule is None or not 0 < rule.coverage < 1:
-        raise ValueError("The prediction sets (conformal) are malformed.")
-    return rule
+    rule = _read_rule(saved, Conformal)
+    if isinstance(rule, Conformal) and 0 < rule.coverage < 1:
+        return rule
+    raise ValueError("The prediction sets (conformal) are malformed.")
 
 
 def load_selective(saved: Any) -> Selective:
     """From a model file; a ValueError in one sentence for anything that is none."""
-    rule: Selective | None = _read_rule(saved, Selective)
-    shares = (
-        (rule.coverage, rule.bound, rule.accuracy, rule.certainty, rule.threshold or 0)
-        if rule
-        else ()
-    )
-    if rule is None or not all(0 <= share <= 1 + 1e-6 for share in shares):
-        raise ValueError("The operating point (selective) is malformed.")
-    return rule
+    rule = _read_rule(saved, Selective)
+    shares = ("coverage", "bound", "accuracy", "certainty", "threshold")
+    if isinstance(rule, Selective) and all(
+        0 <= (getattr(rule, s) or 0) <= 1 + 1e-6 for s in shares
+    ):
+        return rule
+    raise ValueError("The operating point (selective) is malformed.")
 
 
 def _read_rule(saved: Any, kind: type[Conformal] | type[Selective]) -> Any:

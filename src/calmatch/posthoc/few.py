@@ -43,11 +43,17 @@ def expected_accuracy(
     with it that learned as many labels of other images, drawn by its own confidence (echo). Labels
     that happen to be easy raise the first and not the accuracy; the second knows no luck, but does
     not see mistakes that all make. logit(accuracy) = a + b logit(agreement) + c logit(echo) + d
-    log(labels a class / 4), learned over datasets.
+    l + e l², l = log(labels a class / 4), learned over datasets with 2 to 10 labels a class.
     """
     numbers = np.array((prior or read_prior())["accuracy"])
-    known = [1.0, logit(agreement), logit(echo), np.log(np.clip(labels_a_class, 2, 25) / 4)]
+    known = accuracy_inputs(agreement, echo, labels_a_class)
     return float(1 / (1 + np.exp(-numbers @ known)))
+
+
+def accuracy_inputs(agreement: float, echo: float, labels_a_class: float) -> list[float]:
+    """What `expected_accuracy` weighs."""
+    more = float(np.log(np.clip(labels_a_class, 2, 10) / 4))
+    return [1.0, logit(agreement), logit(echo), more, more * more]
 
 
 def spread_at(labels_a_class: float) -> float:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -34,27 +34,12 @@ POLICY = (
 WANTED = 0.05  # error at most among answered images, where the run chose no operating point
 
 
-class Detail(NamedTuple):
-    """How finely a page's curves are drawn."""
-
-    points: int  # of the smooth and the risk curve
-    band: int  # resamples behind the smooth curve's band; 0: none is drawn
-    draws: int  # behind the ECE of chance alone
-    lines: int  # of a training curve
-    grid: int  # points of a density
-    digits: int  # of a number
-
-
-FINE = Detail(points=101, band=500, draws=200, lines=200, grid=64, digits=5)
-COARSE = Detail(points=21, band=0, draws=100, lines=12, grid=24, digits=3)
-
-
 def build(shown: Sequence[Run], path: Path) -> Path:
     """Write the page of one run, or the comparison of several."""
     several = [summary.make_predictions(*run.predictions()) for run in shown]
-    detail = FINE if len(shown) <= MANY else COARSE
     pairs = list(zip(shown, several, strict=True))
-    data: dict[str, Any] = {"runs": [chart_numbers(*pair, detail) for pair in pairs]}
+    many = len(shown) > MANY
+    data: dict[str, Any] = {"runs": [chart_numbers(*pair, many) for pair in pairs]}
     view: dict[str, Any] = {"about": [describe_run(run, path) for run in shown], "example": ""}
     if len(shown) == 1:
         data |= single_run_details(*pairs[0])
@@ -62,7 +47,7 @@ def build(shown: Sequence[Run], path: Path) -> Path:
         view["sentences"] = text.describe_headline(shown[0], data["runs"][0])
         view["example"] = text.describe_example(several[0])
     else:
-        data["gapGrid"] = summary.gap_grid(several, detail.grid)
+        data["gapGrid"] = summary.gap_grid(several, 24 if many else summary.GRID)
         for numbers, preds in zip(data["runs"], several, strict=True):
             numbers["gaps"] = summary.gaps(preds, data["gapGrid"])
         view["heading"] = f"{len(shown)} runs compared"
@@ -71,18 +56,18 @@ def build(shown: Sequence[Run], path: Path) -> Path:
         view["differences"] = [each for each in settings if len(set(each[1])) > 1]
         view["sentences"] = text.compare_runs(data["runs"])
     view["over"] = " · ".join(dict.fromkeys(describe_data(run) for run in shown))
-    files.write(path, _render(data, view, detail.digits))
+    files.write(path, _render(data, view))
     return path
 
 
-def _render(data: dict[str, Any], view: dict[str, Any], digits: int) -> str:
+def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
     """The page's HTML."""
     scripts = [_libraries(), "\n".join(_read_asset(name) for name in SCRIPTS)]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return _template().render(
         view,
-        data=_finite(data, digits),
+        data=_finite(data),
         runs=data["runs"],
         classes=data.get("classes", []),
         per_class=data.get("perClass", []),
@@ -121,39 +106,36 @@ def _template() -> jinja2.Template:
     return page.get_template("template.html")
 
 
-def _finite(value: Any, digits: int) -> Any:
+def _finite(value: Any) -> Any:
     """JSON knows no NaN; and a chart shows few digits."""
     if isinstance(value, dict):
-        return {key: _finite(item, digits) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item, digits) for item in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        return float(f"{value:.5g}") if math.isfinite(value) else None
     return value
 
 
-def chart_numbers(run: Run, preds: Predictions, detail: Detail = FINE) -> dict[str, Any]:
-    """What the charts that every page has are drawn from."""
-    known = run.result.metrics.get("smooth_ece") if detail is COARSE else None
-    path = run.folder / "metrics.jsonl"
-    lines = runs.read_lines(path) if path.is_file() else []
+def chart_numbers(run: Run, preds: Predictions, many: bool = False) -> dict[str, Any]:
+    """What the charts that every page has are drawn from; of many runs, fewer points."""
+    points, most, resamples = (21, 12, 0) if many else (101, 200, 500)
+    lines = run.log()
     trained = _log_curve(lines, "train", "accepted agree pseudo_accuracy pseudo_ece")
     tested: list[dict[str, Any]] = []
     learned = run.result.evaluated_on == "crossfit"  # its "test" set is what it learned from
     for split in ("validation",) if learned else ("test", "validation"):
-        curve = summary.thin(_log_curve(lines, split, "error ece"), detail.lines)
+        curve = summary.thin(_log_curve(lines, split, "error ece"), most)
         tested += [{**line, "split": split} for line in curve]
-    smoothness = (detail.points, detail.band, known and known.value)
-    numbers = headline_numbers(run, preds)
-    numbers["chance"] = summary.ece_by_chance(preds, draws=detail.draws)
+    numbers = headline_numbers(run, preds) | {"chance": summary.ece_by_chance(preds)}
     return {
         "title": run.title,
         "bins": summary.reliability_bins(preds),
-        "smooth": summary.smooth_reliability(preds, *smoothness),
-        "risk": summary.risk_coverage(preds, detail.points - 1),
+        "smooth": summary.smooth_reliability(preds, points, resamples),
+        "risk": summary.risk_coverage(preds, points - 1),
         "point": operating_point(run, preds),
         "tested": tested,
-        "trained": summary.thin(trained, detail.lines),
+        "trained": summary.thin(trained, most),
         "verdict": text.short_verdict(numbers),
         **numbers,
     }
@@ -184,19 +166,17 @@ def headline_numbers(run: Run, preds: Predictions) -> dict[str, Any]:
 
 def operating_point(run: Run, preds: Predictions) -> dict[str, Any] | None:
     """The threshold the model came with; else the most answers with at most 5 % error here."""
-    threshold = (_read_model(run).get("selective") or {}).get("threshold")
-    if isinstance(threshold, int | float):
-        point, own = summary.at_threshold(preds, float(threshold)), True
+    own = _calibration(run).get("selective")
+    if own and own.threshold is not None:
+        point = summary.at_threshold(preds, own.threshold)
     else:
-        point, own = summary.most_answers(preds, WANTED), False
-    return point and {**point, "own": own}
+        own, point = None, summary.most_answers(preds, WANTED)
+    return point and {**point, "own": own is not None}
 
 
-def _read_model(run: Run) -> dict[str, Any]:
-    """model.json, after its calibration and promises are known to be what they should be."""
-    note = _read_json(run.folder / "model.json")
-    read_calibration(note)
-    return note
+def _calibration(run: Run) -> dict[str, Any]:
+    """Calibration and promises of model.json, after they are known to be what they should be."""
+    return read_calibration(_read_json(run.folder / "model.json"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -278,7 +258,7 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     if (run.folder / "fit.json").is_file():
         repeat = ["calmatch fit PICTURES --out NEW_FOLDER"]
     linked = folder.parent == home and (run.folder / "report.html").is_file()
-    point = read_calibration(_read_json(run.folder / "model.json")).get("selective")
+    point = _calibration(run).get("selective")
     return {
         "title": run.title,
         "test_selected": run.result.test_selected,
@@ -311,7 +291,7 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
         "weights": weights if result.step else "",
         "seed": str(config.seed),
         "evaluated on": text.EVALUATED_ON.get(result.evaluated_on, result.evaluated_on),
-        "calibration": text.describe_calibration(_read_model(run)),
+        "calibration": text.describe_calibration(_calibration(run)),
         "before it": before,
         "device": str(environment.get("device", "")),
         "versions": ", ".join(versions),
@@ -375,9 +355,9 @@ def write_mlflow(run: Run) -> str:
 
 def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, float]]]:
     """What every tracker shows: the numbers of each step with its time, the result's too."""
-    path, times = run.folder / "metrics.jsonl", _step_times(run.folder / "times.jsonl")
+    times = _step_times(run.folder / "times.jsonl")
     steps: dict[int, dict[str, float]] = {}
-    for line in runs.read_lines(path) if path.is_file() else []:
+    for line in run.log():
         if line["kind"] in ("train", "test", "validation"):
             values = steps.setdefault(line["step"], {})
             for name, value in line.items():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calmatch import metrics
 from calmatch.files import write
-from calmatch.runs import probabilities
+from calmatch.report.summary import make_predictions, reliability_bins
 
 COLUMN, PAGE = 3.4, 7.0  # inches: one column of two, and both
 # Okabe and Ito's palette for colour-blind readers too, yellow (too light on white) last as brown
@@ -75,33 +75,24 @@ def draw_legend(figure: Figure, axes: Axes, columns: int, above: bool = False) -
     figure.legend(*axes.get_legend_handles_labels(), loc=loc, ncols=columns)
 
 
-def reliability_numbers(log_probs: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
+def reliability_numbers(log_probs: Tensor, labels: Tensor) -> dict[str, Any]:
     """Bins of confidence with their accuracy, and the headline numbers."""
-    probs = probabilities(log_probs)
-    diagram = metrics.reliability(probs, labels, bins)
-    filled = diagram.number > 0
-    return {
-        "left": [k / bins for k in range(bins)],
-        "width": 1 / bins,
-        "count": diagram.number.tolist(),
-        "confidence": diagram.confidence[filled].tolist(),
-        "accuracy": diagram.accuracy.nan_to_num(0.0).tolist(),
-        "filled": filled.tolist(),
-        "error": float(metrics.error(probs, labels)),
-        "ece": float(metrics.ece(probs, labels, bins=bins)),
-    }
+    preds = make_predictions(log_probs, labels)
+    error, ece = (float(each(preds.probs, preds.labels)) for each in (metrics.error, metrics.ece))
+    return {"bins": reliability_bins(preds), "error": error, "ece": ece}
 
 
 def draw_reliability_panel(axes: Axes, panel: dict[str, Any], title: str, size: float = 8) -> None:
     """Accuracy against confidence; bar strength shows how many images a bin has."""
-    most = max(panel["count"])
+    filled = [row for row in panel["bins"] if row["n"]]
+    most = max(row["n"] for row in filled)
     axes.plot([0, 1], [0, 1], color="0.6", lw=1, ls="--", zorder=3)
-    for left, height, count in zip(panel["left"], panel["accuracy"], panel["count"], strict=True):
-        strength = 0.2 + 0.8 * (count / most) ** 0.5
-        axes.bar(left, height, panel["width"], align="edge", color=PALETTE[0], alpha=strength, lw=0)
-    accuracy = [a for a, full in zip(panel["accuracy"], panel["filled"], strict=True) if full]
+    for row in filled:
+        bar: Any = {"align": "edge", "color": PALETTE[0], "lw": 0}
+        bar["alpha"] = 0.2 + 0.8 * (row["n"] / most) ** 0.5
+        axes.bar(row["left"], row["accuracy"], row["right"] - row["left"], **bar)
     dots: dict[str, Any] = {"color": PALETTE[1], "ms": 0.4 * size, "zorder": 4, "clip_on": False}
-    axes.plot(panel["confidence"], accuracy, "o", **dots)
+    axes.plot(*([row[key] for row in filled] for key in ("confidence", "accuracy")), "o", **dots)
     ticks = [0, 0.5, 1]
     axes.set(xlim=(0, 1), ylim=(0, 1), xticks=ticks, yticks=ticks, aspect="equal")
     axes.tick_params(labelsize=size)
@@ -134,8 +125,6 @@ def reliability_figure(panels: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """A figure as a PNG file."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=150)
-    write(path, data.getvalue())
+    """A figure as an .svg, .pdf or .png file."""
+    write(path, encode(figure, path.suffix))
     return path

@@ -68,28 +68,25 @@ def ece_by_chance(preds: Predictions, number: int = BINS, draws: int = 200) -> d
 
 
 def smooth_reliability(
-    preds: Predictions, points: int = 101, resamples: int = 500, known: float | None = None
+    preds: Predictions, points: int = 101, resamples: int = 500
 ) -> dict[str, Any]:
     """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band.
 
     Points that too few images are near to are left out; without resamples there is no band.
-    `known` is SmoothECE, where it was measured: its kernel's width is the same number.
     """
-    own = error = known or 0.0
-    if known is None:
-        own, value = metrics.smooth_width(preds.confidence, preds.right)
-        error = float(value)
+    own, value = metrics.smooth_width(preds.confidence, preds.right)
     width = max(own, WIDTH)
     at = torch.linspace(0, 1, points, dtype=torch.float64)
     accuracy, density = metrics.smooth_accuracy(preds.confidence, preds.right, width, at)
     near = density * len(preds.right) * width * (2 * torch.pi) ** 0.5  # images under the kernel
     seen = near >= 5  # a curve through fewer says nothing
-    curve = {"at": at[seen].tolist(), "accuracy": accuracy[seen].tolist()}
+    columns = {"at": at, "accuracy": accuracy}
     if resamples:
-        ends = _band(preds, width, at.numpy(), resamples)
-        curve |= {k: v[seen.numpy()].tolist() for k, v in zip(("low", "high"), ends, strict=True)}
-        curve["density"] = (density / density.max()).tolist()
-    return {**curve, "width": width, "value": error}
+        low, high = map(torch.from_numpy, _band(preds, width, at.numpy(), resamples))
+        columns |= {"low": low, "high": high}
+    curve: dict[str, Any] = {name: column[seen].tolist() for name, column in columns.items()}
+    curve["density"] = (density / density.max()).tolist()
+    return {**curve, "width": width, "value": float(value)}
 
 
 def _band(preds: Predictions, width: float, at: Floats, resamples: int) -> tuple[Floats, Floats]:
@@ -248,7 +245,7 @@ def gaps(preds: Predictions, grid: Sequence[float]) -> list[float]:
     return _density(logit_gap(preds.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
 
 
-def gap_grid(several: Sequence[Predictions], points: int = GRID) -> list[float]:
+def gap_grid(several: Sequence[Predictions], points: int) -> list[float]:
     """A grid on which the logit distances of several runs can be laid over each other."""
     tops = [logit_gap(preds.log_probs.double()).clamp_max(200.0).max() for preds in several]
     return _short(np.linspace(0, 1.05 * float(max(tops)) + 1e-9, points))
@@ -270,7 +267,7 @@ def _short(values: Floats) -> list[float]:
     return [float(f"{value:.4g}") for value in values]
 
 
-def thin(lines: Sequence[Mapping[str, Any]], most: int = 200) -> list[Mapping[str, Any]]:
+def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
     """At most so many lines, the first and the last among them."""
     if len(lines) <= most:
         return list(lines)

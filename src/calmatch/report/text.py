@@ -78,16 +78,17 @@ def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*sentences, "Each is one run: another seed can change more than these intervals say."]
 
 
-def describe_calibration(model: Mapping[str, Any]) -> str:
+def describe_calibration(parts: Mapping[str, Any]) -> str:
     """How the confidence was corrected after training, in a line."""
-    scaling, sets = model.get("calibration") or {}, model.get("conformal") or {}
-    parts = []
-    if scaling.get("kind", "identity") != "identity":
-        value = f" {scaling['temperature']:.3g}" if "temperature" in scaling else ""
-        parts.append(f"{scaling['kind']}{value} from {scaling.get('labels', 0):,} labels")
-    if sets.get("threshold") is not None:
-        parts.append(f"prediction sets ({sets.get('score')}) of {100 * sets['coverage']:g} %")
-    return "; ".join(parts)
+    scaling, sets = parts.get("calibration"), parts.get("conformal")
+    words = []
+    if scaling and scaling.kind != "identity":
+        heat = scaling.values.get("temperature")
+        value = f" {heat:.3g}" if heat is not None else ""
+        words.append(f"{scaling.kind}{value} from {scaling.labels:,} labels")
+    if sets and sets.threshold is not None:
+        words.append(f"prediction sets ({sets.score}) of {100 * sets.coverage:g} %")
+    return "; ".join(words)
 
 
 def describe_example(preds: Predictions) -> str:

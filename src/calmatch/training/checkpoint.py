@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import safetensors
 import safetensors.torch
@@ -89,7 +89,7 @@ def save_checkpoint(
     a rollback goes must not depend on them.
     """
     write_checkpoint(folder / f"{step:09d}.safetensors", tensors, {**note, "step": step})
-    spared = scheduled_checkpoints(folder, every)[-1:]
+    spared = list_checkpoints(folder, every)[-1:]
     for old in list_checkpoints(folder)[:-KEPT_CHECKPOINTS]:
         if old not in spared:
             old.unlink(missing_ok=True)
@@ -125,15 +125,10 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
     return data
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; files of other names are somebody else's."""
-    paths = folder.glob("[0-9]*.safetensors")
-    return sorted(path for path in paths if re.fullmatch("[0-9]{9,18}", path.stem))
-
-
-def scheduled_checkpoints(folder: Path, every: int) -> list[Path]:
-    """Checkpoints of multiples of `every`, oldest first."""
-    return [path for path in list_checkpoints(folder) if every and int(path.stem) % every == 0]
+def list_checkpoints(folder: Path, every: int = 1) -> list[Path]:
+    """Checkpoints of multiples of `every` (0: none), oldest first; other names are not ours."""
+    paths = [p for p in folder.glob("[0-9]*.safetensors") if re.fullmatch("[0-9]{9,18}", p.stem)]
+    return sorted(path for path in paths if every and int(path.stem) % every == 0)
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -151,14 +146,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def newest_checkpoint(
-    folder: Path, limit: int | None = None
+    folder: Path, limit: int | None = None, every: int = 1
 ) -> tuple[tuple[dict[str, Tensor], dict[str, Any]] | None, list[str]]:
     """The newest checkpoint that is whole, and a sentence about each newer one that is not.
 
-    `limit` leaves out checkpoints of later steps.
+    `limit` leaves out checkpoints of later steps, `every` those that were not due.
     """
     complaints: list[str] = []
-    for path in reversed(list_checkpoints(folder)):
+    for path in reversed(list_checkpoints(folder, every)):
         if limit is not None and int(path.stem) > limit:
             continue
         try:
@@ -236,7 +231,9 @@ def handle_nonfinite(
     ops.wait_for_ranks()  # the first rank has written what it had begun
     console.message(f"Numbers are not finite at step {noticed:,}; looking for the step.", quiet)
     run = new_training(config.replace(compile=False))
-    tensors, note = _newest_good(folder / "checkpoint", config.saves)
+    # nothing is saved before it was looked at, so that all checkpoints are good
+    state, _ = newest_checkpoint(folder / "checkpoint", every=config.saves)
+    tensors, note = state or ({}, dict(FRESH_NOTE))
     if tensors:
         run.restore(tensors, note)
     else:
@@ -245,29 +242,18 @@ def handle_nonfinite(
     if signals:
         return
     facts = {"noticed": noticed, "checkpoint": note["step"], "rollbacks": run.rollbacks}
-    again = before and _describe_step(run, before, note)
+    again = before and describe_step(run, before, note)
     facts |= again or {"step": None, "what": "a number"}
     if ops.rank() == 0:
-        state = note if before is None else {**note, "step": facts["step"]}
+        here = {} if before is None else {"step": facts["step"]}
         path = folder / "fault" / "state.safetensors"
-        write_checkpoint(path, before or tensors, state)
+        write_checkpoint(path, before or tensors, {**note, **here})
         files.write_json(folder / "fault" / "fault.json", facts)
     if config.on_nan == "stop" or run.rollbacks >= MOST_ROLLBACKS:
         raise ValueError(_fault_sentence(config, folder, facts))
     _roll_back(folder, config.saves, tensors, note, facts)
     line = f"Back to step {note['step']:,}, from there on with half the learning rate; "
     console.message(f"{line}{folder / 'fault'} holds what went wrong.", quiet)
-
-
-def _newest_good(folder: Path, every: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The newest checkpoint that was due and is whole; nothing, and step 0, where there is none.
-
-    All of them are good: nothing is saved before it was looked at.
-    """
-    for path in reversed(scheduled_checkpoints(folder, every)):
-        with suppress(ValueError):
-            return read_checkpoint(path)
-    return {}, dict(FRESH_NOTE)
 
 
 def trace_nonfinite(
@@ -282,20 +268,16 @@ def trace_nonfinite(
     return None
 
 
-def _describe_step(run: Training, before: Mapping[str, Tensor], note: Any) -> dict[str, Any]:
+def describe_step(run: Training, before: Mapping[str, Tensor], note: Any) -> dict[str, Any]:
     """What is known of the step that the run has just made, from the state before it."""
     step, after = run.step - 1, nonfinite_names(run)
     run.restore(before, {**note, "step": step})
-    probes, split, orders = probe_losses(run), run.parts.split, run.parts.batches.orders
+    losses, split, orders = _probe_losses(run), run.parts.split, run.parts.batches.orders
     what = "a weight or a moment"
-    if not all(math.isfinite(probe.value) for probe in probes.values()):
+    if any(isinstance(probe["value"], str) for probe in losses.values()):
         what = "the loss"
-    elif any(probe.broken for probe in probes.values()):
+    elif any(probe["broken"] for probe in losses.values()):
         what = "a gradient"
-    losses = {}
-    for name, (value, gradient, broken) in probes.items():  # JSON knows no NaN
-        numbers = (x if math.isfinite(x) else str(x) for x in (value, gradient))
-        losses[name] = dict(zip(LossProbe._fields, (*numbers, broken[:10]), strict=True))
     return {
         "step": step,
         "what": what,
@@ -311,16 +293,8 @@ def nonfinite_names(run: Training) -> list[str]:
     return [name for name, value in run.tensors().items() if not value.isfinite().all()]
 
 
-class LossProbe(NamedTuple):
-    """One loss of a step: its value, the norm of its gradient, weights where that is not finite."""
-
-    value: float
-    gradient: float
-    broken: list[str]
-
-
-def probe_losses(run: Training) -> dict[str, LossProbe]:
-    """Each loss of the step that is due, with its gradient."""
+def _probe_losses(run: Training) -> dict[str, dict[str, Any]]:
+    """Each loss of the step that is due, the norm of its gradient, and weights that break it."""
     named = {k: p for k, p in run.parts.net.named_parameters() if p.requires_grad}
     batch, weights = run.parts.batches[run.step], list(named.values())
     run.seed_dropout()
@@ -332,8 +306,10 @@ def probe_losses(run: Training) -> dict[str, LossProbe]:
             grads = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True)
         exact = {k: g.double() for k, g in zip(named, grads, strict=True) if g is not None}
         norm = torch.nn.utils.get_total_norm(list(exact.values()))
+        numbers = {"value": float(loss.detach()), "gradient": float(norm)}
+        plain = {k: x if math.isfinite(x) else str(x) for k, x in numbers.items()}  # for JSON
         broken = [k for k, g in exact.items() if not g.isfinite().all()]
-        probes[name] = LossProbe(float(loss.detach()), float(norm), broken)
+        probes[name] = {**plain, "broken": broken}
     return probes
 
 
@@ -355,7 +331,7 @@ def _roll_back(
     """Make the checkpoint the newest, with one rollback more in its note and in the log."""
     if ops.rank() == 0:
         step, count = int(note["step"]), int(note.get("rollbacks", 0)) + 1
-        for later in scheduled_checkpoints(folder / "checkpoint", 1):
+        for later in list_checkpoints(folder / "checkpoint"):
             if int(later.stem) > step:  # a signal's: its steps will be made again, otherwise
                 later.unlink()
         line = {"step": step, "kind": "rollback", "fault": facts["step"], "rate": 0.5**count}

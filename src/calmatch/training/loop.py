@@ -14,7 +14,7 @@ from torch import Tensor
 from calmatch import console, files, metrics, ops, posthoc, runs
 from calmatch.console import SignalQueue, Stopped
 from calmatch.core import Method, RandomStream
-from calmatch.data.batches import AugmentedSource, Source, stream_seed
+from calmatch.data.batches import Source, stream_seed
 from calmatch.metrics import Interval
 from calmatch.model import write_model
 from calmatch.runs import Predicted, Result, Run, Scaled
@@ -241,7 +241,7 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
     source, labels = parts.sets["test"]
     predict = Predictor(parts, config.eval_batch)
     by_logits = type(parts.method).predict is Method.predict
-    outputs = Predictor(parts, config.eval_batch, logits=by_logits)(source)
+    outputs = predict(source, logits=by_logits)
     log_probs = outputs.log_softmax(1) if by_logits else outputs
     arrays = {"log_probs": log_probs.numpy(), "labels": labels.numpy()}
     if by_logits:
@@ -275,13 +275,11 @@ def _predict_unlabelled(
     source = parts.batches.sources["u"].some(some)
     log_probs = predict(source)
     if config.keep_views:
-        views = {"plain": log_probs.numpy()}
-        for name, transform in parts.batches.views.items():
-            changed = AugmentedSource(source, transform, config.seed)
-            views[name] = predict(changed).numpy()
-        truth = parts.truth[some.to(parts.truth.device)].cpu().numpy()
+        arrays = {"plain": log_probs.numpy(), "truth": parts.truth.cpu()[some].numpy()}
+        for name, view in parts.batches.views.items():
+            arrays[name] = predict(source, view=view, seed=config.seed).numpy()
         if ops.rank() == 0:
-            files.write_npz(folder / "views.npz", truth=truth, **views)
+            files.write_npz(folder / "views.npz", **arrays)
     return Predicted(log_probs, _image_taker(source), rows=pool[some], whole=len(new))
 
 

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,23 +21,7 @@ from calmatch.training.step import new_training
 
 MOST_THREADS = 4096  # more are not believed
 LoggedLine = tuple[int, bytes, dict[str, Any]]  # step, bytes and content of a line
-
-
-class Different(Exception):
-    """The replay is not the run: a result, said by the exit code."""
-
-    exit_code = 1
-
-
-class Comparison(NamedTuple):
-    """How a replay compares with its run."""
-
-    same: bool  # byte for byte
-    lines: int  # of metrics.jsonl compared
-    largest: float  # difference of two numbers, relative to the first where that is over 1
-    where: str  # it is
-    predictions: str  # what became of them, in words; empty for a part of a run
-    differ: Sequence[str] = ()  # versions, hardware and settings
+Furthest = tuple[float, str]  # largest difference of two numbers (relative where over 1), where
 
 
 def replay_command(options: ReplayOptions) -> None:
@@ -51,8 +35,8 @@ def replay_command(options: ReplayOptions) -> None:
         replay_run(options)
 
 
-def replay_run(options: ReplayOptions) -> Comparison:
-    """Train a run again, all of it or the first steps, and compare; Different if too far away."""
+def replay_run(options: ReplayOptions) -> None:
+    """Train a run again, all of it or the first steps, and compare; Failed if too far away."""
     folder, steps, quiet = options.run, options.steps, options.quiet
     files.refuse_links(folder)
     config = _replay_config(folder, options)
@@ -76,17 +60,25 @@ def replay_run(options: ReplayOptions) -> Comparison:
         else:
             train_first_steps(config, again, steps, quiet=quiet)
         now = files.read_json(again / "environment.json")
-        comparison = _compare_logs(lines, _read_log(again, config.steps))
+        logged = _read_log(again, config.steps)
+        same = [line for _, line, _ in lines] == [line for _, line, _ in logged]
+        what, furthest = f"{len(lines):,} lines of metrics.jsonl", _compare_logs(lines, logged)
         if steps is None:
-            comparison = _compare_predictions(comparison, folder, again)
-    for facts in (before, now):
-        versions = facts.pop("versions", None)
-        facts |= versions if isinstance(versions, dict) else {}
-    then, shared = before, [name for name in before if name in now]
-    differ = [f"{k} {then[k]} -> {now[k]}" for k in shared if then[k] != now[k]]
-    comparison = comparison._replace(differ=differ)
-    _print_comparison(comparison, options.tolerance)
-    return comparison
+            equal, words, other = _compare_predictions(folder, again)
+            same, what = same and equal, f"{what}, {words}"
+            furthest = max(furthest, other, key=lambda each: each[0])
+    print(f"{'The same, byte for byte' if same else 'Not the same bytes'}: {what}.")
+    if not same:
+        print(f"Largest difference {furthest[0]:.2g}: {furthest[1] or 'none in numbers'}.")
+    differ = _compare_environments(before, now)
+    if differ or not same:
+        words = "; ".join(differ) or "nothing that is recorded"
+        print(f"What differs between then and now: {console.visible(words)}.")
+    if furthest[0] > options.tolerance:
+        far = "The replay is further away than the tolerance of"
+        raise console.Failed(f"{far} {options.tolerance:g}.")
+    if not same:
+        print(f"Within the tolerance of {options.tolerance:g}.")
 
 
 def _replay_config(folder: Path, options: ReplayOptions) -> Config:
@@ -115,8 +107,7 @@ def _same_threads(before: Mapping[str, Any]) -> Iterator[None]:
         torch.set_num_threads(own)
 
 
-def _compare_logs(one: Sequence[LoggedLine], two: Sequence[LoggedLine]) -> Comparison:
-    same = [line for _, line, _ in one] == [line for _, line, _ in two]
+def _compare_logs(one: Sequence[LoggedLine], two: Sequence[LoggedLine]) -> Furthest:
     largest, where = 0.0, ""
     for (step, _, first), (_, _, second) in zip(one, two, strict=False):
         for key in first | second:
@@ -124,8 +115,8 @@ def _compare_logs(one: Sequence[LoggedLine], two: Sequence[LoggedLine]) -> Compa
             if far > largest:
                 largest, where = far, f"{key} of the {first['kind']} line at step {step:,}"
     if len(one) != len(two):
-        largest, where = math.inf, f"{len(one)} lines became {len(two)}"
-    return Comparison(same, len(one), largest, where, "")
+        return math.inf, f"{len(one)} lines became {len(two)}"
+    return largest, where
 
 
 def _distance(one: Any, two: Any) -> float:
@@ -137,8 +128,8 @@ def _distance(one: Any, two: Any) -> float:
     return 0.0 if one == two else math.inf
 
 
-def _compare_predictions(logs: Comparison, folder: Path, again: Path) -> Comparison:
-    """The comparison of the logs, and of the probabilities of the test set."""
+def _compare_predictions(folder: Path, again: Path) -> tuple[bool, str, Furthest]:
+    """Whether predictions of the test set have the same bytes, words on them, and how far apart."""
     paths = [place / "predictions.npz" for place in (folder, again)]
     probs = []
     for path in paths:
@@ -152,25 +143,17 @@ def _compare_predictions(logs: Comparison, folder: Path, again: Path) -> Compari
         far, words = float(np.abs(one - two).max()), f"{len(one):,} predictions"
         other = int((one.argmax(1) != two.argmax(1)).sum())
         words += f", {other:,} of them of another class" if far else ""
-    same = logs.same and files.read_bytes(paths[0]) == files.read_bytes(paths[1])
-    if far > logs.largest:
-        logs = logs._replace(largest=far, where="probabilities of the test set")
-    return logs._replace(same=same, predictions=words)
+    same = files.read_bytes(paths[0]) == files.read_bytes(paths[1])
+    return same, words, (far, "probabilities of the test set")
 
 
-def _print_comparison(comparison: Comparison, tolerance: float) -> None:
-    same, lines, largest, where, predictions, differ = comparison
-    what = f"{lines:,} lines of metrics.jsonl" + (f", {predictions}" if predictions else "")
-    print(f"{'The same, byte for byte' if same else 'Not the same bytes'}: {what}.")
-    if not same:
-        print(f"Largest difference {largest:.2g}: {where or 'none in numbers'}.")
-    if differ or not same:
-        words = "; ".join(differ) or "nothing that is recorded"
-        print(f"What differs between then and now: {console.visible(words)}.")
-    if largest > tolerance:
-        raise Different(f"The replay is further away than the tolerance of {tolerance:g}.")
-    if not same:
-        print(f"Within the tolerance of {tolerance:g}.")
+def _compare_environments(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Versions, hardware and settings that are not as they were."""
+    for facts in (then, now):
+        versions = facts.pop("versions", None)
+        facts |= versions if isinstance(versions, dict) else {}
+    shared = [name for name in then if name in now]
+    return [f"{k} {then[k]} -> {now[k]}" for k in shared if then[k] != now[k]]
 
 
 def replay_fault(folder: Path, options: ReplayOptions) -> None:
@@ -188,22 +171,20 @@ def replay_fault(folder: Path, options: ReplayOptions) -> None:
         before = checkpoint.trace_nonfinite(run, until)
         if before is None:
             steps = f"Steps {note['step']:,} to {until - 1:,}"
-            raise Different(f"{steps} stay finite here; on the device of then they did not.")
-        step, after = run.step - 1, checkpoint.nonfinite_names(run)
-        run.restore(before, {**note, "step": step})
-        probes = checkpoint.probe_losses(run)
+            raise console.Failed(f"{steps} stay finite here; on the device of then they did not.")
+        again = checkpoint.describe_step(run, before, note)
     title = console.visible(run.parts.title)
-    print(f"Step {step:,} of {title} goes wrong here too, from the state before it:\n")
-    width = max(len("loss"), *map(len, probes))
+    print(f"Step {again['step']:,} of {title} goes wrong here too, from the state before it:\n")
+    width = max(len("loss"), *map(len, again["losses"]))
     print(f"{'loss':<{width}}  {'value':>10}  {'gradient':>10}  weights without a finite one")
-    for name, (value, gradient, broken) in probes.items():
-        line = f"{name:<{width}}  {value:>10.4g}  {gradient:>10.4g}  {_first_names(broken)}"
-        print(line.rstrip())
-    print(f"\nNot finite after it: {_first_names(after)}")
+    for name, probe in again["losses"].items():
+        value, gradient = float(probe["value"]), float(probe["gradient"])
+        words = _first_names(probe["broken"])
+        print(f"{name:<{width}}  {value:>10.4g}  {gradient:>10.4g}  {words}".rstrip())
+    print(f"\nNot finite after it: {_first_names(again['after'])}")
     for side in ("labelled", "unlabelled"):
-        if side in facts:
-            rows = ", ".join(map(str, facts[side]))
-            print(f"\n{side.capitalize()} pictures, as rows of the training set: {rows}")
+        rows = ", ".join(map(str, again[side]))
+        print(f"\n{side.capitalize()} pictures, as rows of the training set: {rows}")
 
 
 def _first_names(names: Sequence[str], most: int = 4) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from calmatch import augment, metrics, ops
-from calmatch.core import Batch, RandomStream
-from calmatch.data.batches import AugmentedSource, Source, stream_seed
+from calmatch.core import Batch, RandomStream, Transform
+from calmatch.data.batches import Source, stream_seed
 from calmatch.runs import probabilities
 from calmatch.training.config import Config
 from calmatch.training.setup import Parts, allow_recompiles, build_parts
@@ -180,7 +180,7 @@ class Training:
 
 
 class Predictor:
-    """Predicts images with a network, many times while it learns or once when it has.
+    """Predicts images with the network that counts, many times while it learns or once when it has.
 
     Exact by default. `bf16` computes like a bfloat16 run does; `compiled` pays where the same
     images are predicted again and again.
@@ -190,35 +190,38 @@ class Predictor:
         self,
         parts: Parts,
         batch: int,
-        net: nn.Module | None = None,  # by default the one that is evaluated
+        net: nn.Module | None = None,  # another than the one that counts
         *,
         bf16: bool = False,
         compiled: bool = False,
-        logits: bool = False,  # the network's own instead of the method's log-probabilities
     ) -> None:
-        self.net, self.method, self.logits = net or parts.evaluated, parts.method, logits
+        self.net, self.method = net or parts.evaluated, parts.method
         like = next(self.net.parameters())
         self.mean, self.std = (like.new_tensor(values) for values in parts.statistics)
         self.batch, self.bf16, self.compiled = batch, bf16, compiled
         self.forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
 
     @torch.inference_mode()
-    def __call__(self, source: Source | AugmentedSource) -> Tensor:
-        """Log-probabilities [N, C] in float32 on the CPU."""
+    def __call__(
+        self, source: Source, *, logits: bool = False, view: Transform | None = None, seed: int = 0
+    ) -> Tensor:
+        """Log-probabilities [N, C] or the network's own logits of a view, in float32 on the CPU."""
         training = self.net.training
         self.net.eval()
         outputs = []
-        for some in source.batches(self.batch):
+        for number, some in enumerate(source.batches(self.batch)):
+            if view is not None:
+                some = view(some, Generator(some.device).manual_seed(seed + number))
             missing = self.batch - len(some) if self.compiled else 0  # one shape, one graph
             full = torch.cat([some, some.new_zeros(missing, *some.shape[1:])]) if missing else some
-            outputs.append(self.forward(full)[: len(some)])
+            outputs.append(self.forward(full, logits)[: len(some)])
         self.net.train(training)
         return torch.cat(outputs).cpu()
 
-    def _forward(self, pixels: Tensor) -> Tensor:
+    def _forward(self, pixels: Tensor, logits: bool) -> Tensor:
         images = augment.normalise(pixels, self.mean, self.std)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
-            if self.logits:
+            if logits:
                 return self.net(images).logits.float()  # type: ignore[no-any-return]
             return self.method.predict(self.net, images).float()
 
