@@ -605,7 +605,7 @@ def prepare(work: Path) -> None:
     OUTSIDE = work.parent / "outside.json"
     names = tuple(f"{k}.png" for k in range(9))
     space = np.random.default_rng(0).normal(size=(9, 4)).astype(np.float32)
-    held = Answers(work / "labels.csv", names)
+    held = Answers(work / "page.csv", names)  # other targets write labels.csv
     PAGE.append(Session(work, names, held, [space / np.linalg.norm(space, axis=1)[:, None]], 9))
 
 

@@ -24,7 +24,7 @@ from calmatch.training import checkpoint
 from calmatch.training.config import Config
 
 PATIENCE = 10.0  # seconds within which a stop signal must be answered
-ROOM = 24 << 20  # bytes of the small disk that is filled
+ROOM = 64 << 20  # bytes of the small disk that is filled: two copies of a model and more
 SAME = (
     "config.json",
     "split.json",
