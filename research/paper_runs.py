@@ -82,7 +82,16 @@ def main() -> None:
     command.add_argument("--teacher", default="", help="a pretrained network to learn from too")
     command.add_argument("--teacher-size", type=int, default=160, help="pixels it is shown")
     command.add_argument("--most", type=int, default=0, help="pictures of each part; 0: all")
+    command.add_argument("--also", type=Path, help="archive of unlabelled pictures to learn from")
+    command.add_argument("--features", type=Path, help="their features, as `teach` wrote them")
+    command.add_argument("--share", type=float, default=0.5, help="of them in a batch")
     command.set_defaults(act=pretrain)
+    command = commands.add_parser("teach", help="a pretrained network's features, on a CPU")
+    command.add_argument("dataset", help="a spec: images of any size, in the archive's order")
+    command.add_argument("file", type=Path)
+    command.add_argument("--net", default="efficientnet_lite0")
+    command.add_argument("--most", type=int, default=0, help="pictures; 0: all")
+    command.set_defaults(act=teach)
     command = commands.add_parser("join", help="parts to one safetensors file")
     command.add_argument("parts", type=Path)
     command.add_argument("file", type=Path)
@@ -136,19 +145,25 @@ def pretrain(options: argparse.Namespace) -> None:
     ema = copy.deepcopy(net).eval()
     width = net.head.in_features
     teacher = Teacher(options.teacher, options.teacher_size, images, width).to(device)
-    learning = [*net.parameters(), *(p for p in teacher.parameters() if p.requires_grad)]
+    also = Known(options.also, options.features, round(options.share * options.batch), width)
+    also = also.to(device)
+    learning = [*net.parameters(), *also.parameters()]
+    learning += [p for p in teacher.parameters() if p.requires_grad]
     flat = [p for p in learning if p.ndim <= 1]
     wide = [p for p in learning if p.ndim > 1]
     groups = [{"params": wide, "weight_decay": 0.05}, {"params": flat, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, fused=cuda)
-    batch = min(options.batch, len(labels))
+    batch = min(options.batch - also.batch, len(labels))
 
     def learn(pixels: Tensor, target: Tensor, rate: float) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(device.type, torch.bfloat16):
-            out = net(pixels)
-            loss = F.cross_entropy(out.logits.float(), target) + teacher(pixels, out.features)
+            others, wanted = also.draw()
+            out = net(torch.cat([pixels, others]))
+            loss = F.cross_entropy(out.logits[: len(pixels)].float(), target)
+            loss = loss + teacher(pixels, out.features[: len(pixels)])
+            loss = loss + also(out.features[len(pixels) :], wanted)
         loss.backward()
         nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
@@ -192,8 +207,41 @@ def pretrain(options: argparse.Namespace) -> None:
     note |= {"images": len(labels), "lr": options.lr, "keep": options.keep}
     note |= {"strong": options.strong, "mixed": options.mixed, "start": bool(options.start)}
     note |= {"teacher": options.teacher, "teacher_size": options.teacher_size}
+    note |= {"also": also.batch}
     save_parts(ema.state_dict(), options.parts, note)
     print(json.dumps(note))
+
+
+WIDTH = 256  # principal components that a student learns
+
+
+@torch.inference_mode()
+def teach(options: argparse.Namespace) -> None:
+    """Features of the training images of a dataset at the network's own input size.
+
+    Principal components, each divided by the root of its deviation: between plain features, where
+    few directions drown the others, and white ones, where noise counts as much.
+    """
+    data = dataset.build(options.dataset)
+    images = torch.as_tensor(data.images[: options.most or None])
+    extractor = portfolio.load_extractor(options.net, None, torch.device("cpu"))
+    middle, std = torch.tensor(extractor.mean), torch.tensor(extractor.std)
+    seen, began = [], time.monotonic()
+    for some in images.split(32):
+        shown = augment.normalise(some, middle, std)
+        large = F.interpolate(shown, size=extractor.size, mode="bicubic", antialias=True)
+        large = large.contiguous(memory_format=torch.channels_last)
+        seen.append(nets.pooled_features(extractor.quick, large)[0].float())
+        if len(seen) % 50 == 0:
+            print(f"{32 * len(seen):,} images, {time.monotonic() - began:.0f} s", flush=True)
+    features = torch.cat(seen)
+    features = features - features.mean(0)
+    _, scale, turn = torch.linalg.svd(features, full_matrices=False)
+    width = min(WIDTH, len(scale))
+    kept = features @ turn[:width].T / (scale[:width] / math.sqrt(len(images))).sqrt()
+    kept = kept / kept.var(0).mean().sqrt()
+    np.savez_compressed(options.file, features=kept.half().numpy())
+    print(f"{options.file}: {tuple(kept.shape)}")
 
 
 class Teacher(nn.Module):
@@ -235,6 +283,41 @@ class Teacher(nn.Module):
             return features.new_zeros(())
         wanted = (self.look(images) - self.mean) / self.std
         return DISTILLED * F.smooth_l1_loss(self.linear(features).float(), wanted.clamp(-4, 4))
+
+
+class Known(nn.Module):
+    """Unlabelled images whose features a better network has told; without any nothing is missed."""
+
+    def __init__(self, archive: Path | None, features: Path | None, batch: int, width: int) -> None:
+        super().__init__()
+        self.batch = batch if archive else 0
+        images, known = torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(1, 1)
+        if archive and features:
+            data = dataset.build(f"{ARCHIVE}(name='{archive}', size=32)")
+            with np.load(features) as file:
+                known = torch.from_numpy(file["features"]).float()
+            images = torch.as_tensor(data.images)[: len(known)]
+            assert len(images) == len(known), "features of other images"
+        self.register_buffer("images", images)
+        self.register_buffer("known", known)
+        self.linear = nn.Linear(width, known.shape[1])
+        self.weak = augment.pipeline("crop(4)|flip")
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """Some images, weakly changed and normalised, with their features."""
+        device = self.known.device
+        rows = torch.randint(len(self.known), (self.batch,), device=device)
+        chance = torch.Generator(device).manual_seed(int(torch.randint(1 << 31, ())))
+        middle = torch.tensor(STATISTICS, device=device)
+        if not self.batch:
+            return self.images[:0].float(), self.known[:0]
+        images = augment.normalise(self.weak(self.images[rows], chance), middle, middle)
+        return images, self.known[rows]
+
+    def forward(self, features: Tensor, wanted: Tensor) -> Tensor:
+        if not self.batch:
+            return features.new_zeros(())
+        return DISTILLED * F.smooth_l1_loss(self.linear(features).float(), wanted)
 
 
 def with_setting(net: str, **settings: Any) -> str:

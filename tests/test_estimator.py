@@ -93,6 +93,8 @@ def test_mistakes_are_sentences(blobs):
         calmatch.Classifier().fit(x, np.where(y == 0, 0, -1))
     with pytest.raises(ValueError, match="no method called 'freematsch'"):
         calmatch.Classifier(method="freematsch").fit(x, y)
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        calmatch.Classifier(steps=0).fit(x, y)
     with pytest.raises(ValueError, match="Pictures are"):
         calmatch.Classifier().fit(np.zeros((4, 8, 8, 5)), [0, 1, 0, 1])
 

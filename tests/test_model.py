@@ -325,8 +325,10 @@ def test_a_model_answers_for_a_path_an_image_an_array_or_a_list(tmp_path):
     assert answer == model.predict(Image.fromarray(pixels)) == model.predict(pixels)
     assert model.predict([pixels, tmp_path / "x.png"])[1].label == answer.label
     assert answer.label in model.classes
-    for wrong in (3, pixels.astype(float)):
-        with pytest.raises(ValueError, match=r"array|path"):
+    assert model.predict([]) == []
+    five, none = np.zeros((8, 8, 5), np.uint8), np.zeros((0, 0, 3), np.uint8)
+    for wrong in (3, pixels.astype(float), five, none):
+        with pytest.raises(ValueError, match=r"array|path|pixel"):
             model.predict(wrong)
 
 

@@ -71,6 +71,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Learn from labelled and unlabelled rows."""
         if y is None:
             raise ValueError("Classifier requires y to be passed, but the target y is None.")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, not {self.steps}.")
         values = y.tolist() if isinstance(y, np.ndarray) and y.dtype == object else y
         if isinstance(values, list | tuple):  # numpy would make texts of all
             known = [v for v in values if not (v is None or str(v) in ("-1", "-1.0"))]

@@ -127,6 +127,8 @@ class Model:
         """An `Answer` for a path, a PIL image or an array [H, W(, 3)]; a list for a list."""
         several = isinstance(images, list | tuple)
         items = list(images) if several else [images]
+        if not items:
+            return []
         pixels = torch.from_numpy(np.stack([self._pixels(item) for item in items]))
         answers = self.answer(self.probabilities(pixels))
         return answers if several else answers[0]
@@ -141,11 +143,13 @@ class Model:
             path = Path(item)
             return ImageFiles(path.parent, (path.name,), self.size, self.squash).image(0)
         if isinstance(item, np.ndarray):
-            if item.dtype != np.uint8 or item.ndim not in (2, 3):
+            if item.dtype != np.uint8 or item.shape[2:] not in ((), (3,)) or item.ndim < 2:
                 raise ValueError("An array holds bytes [H, W] or [H, W, 3].")
             item = Image.fromarray(item)
         if not isinstance(item, Image.Image):
             raise ValueError("Predict a path, a PIL image, an array, or a list of such.")
+        if not min(item.size):
+            raise ValueError("An image needs at least one pixel.")
         return square_image(item.convert("RGB"), self.size, self.squash)
 
     def answer(self, probs: Tensor) -> list[Answer]:

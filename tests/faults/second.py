@@ -1054,14 +1054,14 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
     apart = code == 1 and "further away than the tolerance" in told  # what replay is for
     if "Traceback" in told or not (code in (0, 2) or apart):
         return f"exit code {code}: {last[:200]}"
-    if any(mark in told for mark in "\x1b\x07\r\u202e"):
+    if "FORCE_COLOR" not in attack.env and any(mark in told for mark in "\x1b\x07\r\u202e"):
         return f"control characters on the console: {ascii(told)[-200:]}"
     marks = ("calmatch: ", "Python: ", "error", "──")
     if code == 2 and "without (" not in attack.name and not any(mark in told for mark in marks):
         return f"exit code 2 without a sentence: {told[-200:]}"
     if litter := _find(here, ".*.part"):
         return f"left behind: {litter}"
-    if "memory" in attack.kind and os.environ.get("SHOW"):
+    if os.environ.get("SHOW"):
         print(f"{attack.name}: {(usage.ru_maxrss * 1024 - BEFORE) >> 20} MiB", flush=True)
     if usage.ru_maxrss * 1024 - BEFORE > ROOM:
         return f"{usage.ru_maxrss >> 10} MiB of memory"
@@ -1095,8 +1095,11 @@ def _act(attack: Attack, here: Path, output: Path) -> None:
         made = None
         try:
             made = attack.act(here)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             sentence = console._sentence(error, "")
+            place = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            if sentence is None and "sklearn" in place.parts:  # its own checks of X and y
+                sentence = str(error).splitlines()[0]
             if sentence is None:
                 raise
             print(f"Python: {sentence}", file=sys.stderr)
@@ -1123,6 +1126,9 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+    from calmatch import ops
+
+    ops.keep_freed_memory()  # as a command does first: one arena for all threads
     import calmatch.bench
     import calmatch.estimator
     import calmatch.fit

@@ -39,7 +39,11 @@ def test_every_stage_from_pictures_to_the_page(tmp_path, monkeypatch, capsys):
     assert json.loads((parts / "note.json").read_text())["steps"] > 0
     typed(stages, "join", parts, tmp_path / "joined.safetensors")
     again = ("--start", parts, "--minutes", 0.02, "--net", NET, "--batch", 16)
-    typed(stages, "pretrain", file, tmp_path / "more", *again)
+    text = f"research.archive.read_archive(name='{file}')"
+    typed(stages, "teach", text, tmp_path / "known.npz", "--net", "tiny", "--most", 20)
+    known = ("--also", file, "--features", tmp_path / "known.npz", "--share", 0.25)
+    typed(stages, "pretrain", file, tmp_path / "more", *again, *known)
+    assert json.loads((tmp_path / "more" / "note.json").read_text())["also"] == 4
 
     typed(stages, "probe", file, parts, "--net", NET, "--tested", 20)
     assert "4 labels a class: " in capsys.readouterr().out
