@@ -2,12 +2,14 @@
 # One session of the GPU machine (30 minutes), a call a stage; each carries what fits in 64 MiB. The
 # machine is given back 30 s after a call's end: write everything first, send calls back to back.
 #   (NVIDIA's multi-process service was tried: a process that is killed under it breaks all others.)
-#   setup [STEPS]                carry .paper/small.zip .paper/eurosat.npz, .paper/lite.zip for a teacher,
-#                                .paper/parts of an earlier session: packages; with STEPS compiles every
-#                                cell in the background, so that later runs find it
+#   setup [STEPS]                carry .paper/small.zip (or full.zip: all of tools/carry.sh's folder, to
+#                                start the GPU tests in the background too), .paper/eurosat.npz,
+#                                .paper/features.npz (`paper_runs.py teach`), .paper/lite.zip for a
+#                                teacher, .paper/parts of an earlier session; with STEPS compiles
+#                                every cell in the background, so that later runs find it
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
 #   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on
-#   tests SECONDS [words]        carry .paper/full.zip (all of tools/carry.sh's folder)
+#   tests                        what the tests of the background said
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/src:/tmp/carry PYTHONUNBUFFERED=1 CALMATCH_CACHE=/tmp/cache
@@ -16,10 +18,21 @@ stage=$1
 shift
 case $stage in
 setup)
-  for name in small lite; do
+  for name in small lite full; do
     if [ -e .paper/$name.zip ]; then python3 -m zipfile -e .paper/$name.zip /tmp/carry; fi
   done
   cp .paper/eurosat.npz /tmp/
+  if [ -e .paper/features.npz ]; then cp .paper/features.npz /tmp/; fi
+  if [ -e .paper/full.zip ]; then # four processes, each every fourth test
+    cp -r . /tmp/tested && cd /tmp/tested
+    PYTHONPATH=/tmp/tested/src:/tmp/carry python3 -m pytest -m gpu --collect-only -p no:cacheprovider tests 2>/dev/null | grep :: >/tmp/gpu_tests
+    for k in 0 1 2 3; do
+      awk "NR % 4 == $k" /tmp/gpu_tests >/tmp/gpu_tests.$k
+      PYTHONPATH=/tmp/tested/src:/tmp/carry setsid nohup timeout 500 python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short @/tmp/gpu_tests.$k >/tmp/tests.$k.log 2>&1 </dev/null &
+    done
+    cd -
+    wc -l /tmp/gpu_tests
+  fi
   if [ -e .paper/parts ]; then cp -r .paper/parts /tmp/parts; fi # of an earlier session
   nvidia-smi -L && nproc
   if [ $# = 0 ]; then exit; fi
@@ -47,7 +60,7 @@ pretrain)
   timeout 570 python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts --minutes "$@" 2>&1 | tee "$OUT/pretrain.log"
   cp -r /tmp/parts "$OUT/parts"
   timeout 60 python3 research/paper_runs.py probe /tmp/eurosat.npz /tmp/parts --tested 2700
-  tail -n 3 /tmp/warm.log; ls /tmp/warm; uptime
+  tail -n 3 /tmp/warm.log; ls /tmp/warm; tail -n 2 /tmp/tests.*.log; uptime
   ;;
 runs)
   steps=$1 seconds=$2 at_once=$3
@@ -66,12 +79,9 @@ import json
 for line in map(json.loads, open("/tmp/lines.jsonl")):
     print(line["key"], line["last"]["error"], line["last"]["ece"], line["agree"], line["accepted"], line["seconds"])
 PY
-  tail -n 4 "$OUT/gpu.log"
+  tail -n 4 "$OUT/gpu.log"; tail -n 8 /tmp/tests.*.log; cp /tmp/tests.*.log "$OUT/"
   ;;
 tests)
-  python3 -m zipfile -e .paper/full.zip /tmp/carry
-  seconds=$1
-  shift
-  timeout "$seconds" python3 -m pytest -q -m gpu -p no:cacheprovider tests/training/test_gpu.py tests/test_model.py "$@" 2>&1 | tee "$OUT/tests.log" | tail -n 15
+  tail -n 30 /tmp/tests.*.log
   ;;
 esac
