@@ -23,17 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from calmatch import console, files, nets, spec
-from calmatch.data.images import (
-    SUFFIXES,
-    ImageFiles,
-    Skipped,
-    compute_ordered,
-    is_zip,
-    too_large,
-    unfit_reason,
-    valid_text,
-    walk_images,
-)
+from calmatch.data import images as stored
+from calmatch.data.images import Skipped, valid_text
 from calmatch.model import Model
 
 SHOWN = 10  # skipped files that are named on the console
@@ -89,7 +80,7 @@ def predict(
     source, out = ImageSource(Path(images)), Path(out)
     total = sum(1 for _ in source.names())
     if total == 0:
-        raise ValueError(f"There are no pictures in {source.path} ({', '.join(SUFFIXES)}).")
+        raise ValueError(f"There are no pictures in {source.path} ({', '.join(stored.SUFFIXES)}).")
     if probs and (format is not None or engine == "ray"):
         raise ValueError("--probs is for a .csv or .parquet that this machine writes.")
     classes = model.classes if probs else ()
@@ -144,18 +135,18 @@ class ImageSource:
 
     @property
     def root(self) -> Path:
-        return self.path if self.path.is_dir() or is_zip(self.path) else self.path.parent
+        return self.path if self.path.is_dir() or stored.is_zip(self.path) else self.path.parent
 
     def names(self) -> Iterator[str | Skipped]:
         """Names below the root in a fixed order, those of one folder at a time."""
         if not self.path.exists():
             raise ValueError(f"There is no {self.path}.")
         if self.path.is_dir():
-            yield from walk_images(self.path)
-        elif is_zip(self.path):
+            yield from stored.walk_images(self.path)
+        elif stored.is_zip(self.path):
             yield from _names_in_zip(self.path)
         elif self.path.is_file():
-            reason = unfit_reason(self.path, self.path.resolve().parent)
+            reason = stored.unfit_reason(self.path, self.path.resolve().parent)
             yield Skipped(self.path.name, reason) if reason else self.path.name
         else:
             raise ValueError(f"{self.path} is neither a folder, nor a .zip, nor a picture.")
@@ -177,8 +168,8 @@ def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
     for name in sorted(sizes):
         parts = name.split("/")
         hidden = any(part.startswith(".") and part != ".." for part in parts)
-        if parts[0] != "__MACOSX" and not hidden and name.lower().endswith(SUFFIXES):
-            reason = too_large(sizes[name])
+        if parts[0] != "__MACOSX" and not hidden and name.lower().endswith(stored.SUFFIXES):
+            reason = stored.too_large(sizes[name])
             yield Skipped(name, reason) if reason else name
 
 
@@ -196,14 +187,14 @@ def predict_locally(
 
     model.quick.eval()  # made before threads ask for it
     chunks = source.chunks(batch or nets.batch_size(model.device))
-    for rows in compute_ordered(chunks, read, answer, model.device, workers):
+    for rows in stored.compute_ordered(chunks, read, answer, model.device, workers):
         yield from rows
 
 
 def decode_one(root: Path, name: str, model: Model) -> Any:
     """uint8 [3, size, size], or why not."""
     try:
-        return ImageFiles(root, (name,), model.size, model.squash).image(0)
+        return stored.ImageFiles(root, (name,), model.size, model.squash).image(0)
     except Exception as error:  # whatever a decoder makes of a broken or hostile file
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         return Skipped(name, why.removeprefix(f"{name} ").strip() or "it cannot be decoded")
@@ -461,7 +452,11 @@ def predict_on_ray(
 @contextmanager
 def join_ray(address: str | None) -> Iterator[Any]:
     """The package, while its cluster is there."""
-    ray = import_ray("ray.data")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    why = "--engine ray needs an extra: pip install 'calmatch[ray]'."
+    ray, _ = spec.import_extra(why, "ray", "ray.data")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     mine = not ray.is_initialized()
     if mine:
@@ -470,7 +465,7 @@ def join_ray(address: str | None) -> Iterator[Any]:
             if host and port.isdecimal() and "/" not in host:  # not "auto" nor "ray://..."
                 # Ray itself takes minutes to find that nobody answers
                 socket.create_connection((host, int(port)), timeout=10).close()
-            start_ray(ray, address, logging.ERROR)
+            start_ray(ray, address)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
     try:
@@ -484,23 +479,14 @@ def join_ray(address: str | None) -> Iterator[Any]:
             ray.shutdown()
 
 
-def import_ray(*parts: str) -> Any:
-    """Ray, and parts of it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    why = "--engine ray needs an extra: pip install 'calmatch[ray]'."
-    return spec.import_extra(why, "ray", *parts)[0]
-
-
-def start_ray(ray: Any, address: str | None, level: Any) -> None:
+def start_ray(ray: Any, address: str | None) -> None:
     """Join a cluster, or start one that only this machine can reach, without a dashboard.
 
     Asked for nothing, Ray would look for one here, and wait minutes for one that was killed.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(address=address or "local", log_to_driver=False, logging_level=level, **own)
+    ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
 
 
 def spread_items(

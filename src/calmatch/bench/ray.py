@@ -19,7 +19,7 @@ from typing import Any
 from calmatch.bench import engine
 from calmatch.bench.engine import Job, SuiteProgress
 from calmatch.files import Busy, lock, read_bytes, write
-from calmatch.predict import import_ray, start_ray
+from calmatch.predict import join_ray
 from calmatch.runs import find_finished
 from calmatch.training.checkpoint import list_checkpoints
 
@@ -46,27 +46,17 @@ def run_on_ray(
     `signals` grows when one arrives; without an address Ray starts on this machine; `per_device`
     runs share a GPU. Checkpoints are sent `every` so many seconds: a lost node costs that at most.
     """
-    ray = import_ray()
-    ours = not ray.is_initialized()
-    if ours and address and address.startswith("ray://"):
+    if address and address.startswith("ray://"):
         raise ValueError(
             "Start the suite on a machine of the cluster, with --address auto or its IP:PORT; "
             "ray:// only reaches it from outside."
         )
-    try:
-        if ours:
-            start_ray(ray, address, "error")
-    except ConnectionError as error:
-        raise ValueError(f"There is no Ray cluster at {address}: {error}") from error
-    try:
+    with join_ray(address) as ray:
         queue = _Queue(ray, jobs, progress, per_device, env, every)
         queue.fill()
         while queue.running or queue.held:
             queue.turn(len(signals))
             progress.tick()
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 @dataclass

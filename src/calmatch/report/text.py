@@ -133,20 +133,14 @@ LEGEND = (
 )
 
 
-class CellText(NamedTuple):
-    """A value and its interval as text, and what it is sorted by."""
-
-    value: str = "-"
-    ends: str = ""
-    sort: float | str = ""
-
-
-def cell(interval: Interval | None, column: Column) -> CellText:
-    """A quantity of a run; a dash where there is none."""
-    if interval is None:
-        return CellText()
-    value, low, high = (f"{column.scale * number:.{column.digits}f}" for number in interval)
-    return CellText(value, f"{low}–{high}", interval.value)
+def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
+    """A value and its interval as text, and what it is sorted by; a dash where there is none."""
+    cells: list[tuple[str, str, float | str]] = []
+    for key, _, scale, digits in COLUMNS:
+        interval = run.result.metrics.get(key, ())
+        texts = [f"{scale * number:.{digits}f}" for number in interval]
+        cells.append((texts[0], "–".join(texts[1:]), interval[0]) if interval else ("-", "", ""))
+    return cells
 
 
 def print_runs(runs: Sequence[Run]) -> None:
@@ -157,10 +151,9 @@ def print_runs(runs: Sequence[Run]) -> None:
     for column in COLUMNS:
         table.add_column(column.head, justify="right", no_wrap=True)
     for run in runs:
-        cells = [cell(run.result.metrics.get(column.key), column) for column in COLUMNS]
         mark = "\n(test-selected)" if run.result.test_selected else ""
         name = escape(visible(run.title)).replace(" + ", "\n+ ") + mark
-        table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends, _ in cells))
+        table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends, _ in table_cells(run)))
     console = Console(highlight=False)
     console.print(table)
     console.print(LEGEND, style="dim")

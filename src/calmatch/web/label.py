@@ -22,15 +22,8 @@ from typing import Any
 import numpy as np
 
 from calmatch import console, files, ops, posthoc
+from calmatch.data import folder
 from calmatch.data import images as stored
-from calmatch.data.folder import (
-    UNLABELLED,
-    ImageFolder,
-    decode_folder,
-    list_images,
-    match_labels,
-    read_labels,
-)
 from calmatch.fit import ask, portfolio
 from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
@@ -64,7 +57,7 @@ def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
     path = options.labels
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # else a file took its place
-    names, skipped = list_images(options.pictures)
+    names, skipped = folder.list_images(options.pictures)
     usable, odd = [name for name in names if _is_plain(name)], "a CSV cannot hold its name"
     skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
     with _hold(path):
@@ -93,7 +86,7 @@ def _is_plain(name: str) -> bool:
 def _by_class_folder(names: Sequence[str]) -> dict[str, str]:
     """Labels as `fit` sees them, where a folder `unlabelled` says that the others are classes."""
     first = {name: name.partition("/")[0] for name in names if "/" in name}
-    classes = {text for text in first.values() if text.lower() not in UNLABELLED}
+    classes = {text for text in first.values() if text.lower() not in folder.UNLABELLED}
     if len(classes) == len(set(first.values())):
         return {}
     return {name: text.strip() for name, text in first.items() if text in classes}
@@ -153,7 +146,7 @@ class Answers:
             )
         if not any(line.strip(" ,\t") for line in lines[1:]):
             return {}
-        return match_labels(read_labels(path, names), names, path)
+        return folder.match_labels(folder.read_labels(path, names), names, path)
 
     def _table(self, path: Path) -> str:
         text = io.StringIO()
@@ -236,9 +229,9 @@ def open_session(
     for note in notes:
         console.message(note, options.quiet)
     extractor = portfolio.load_extractor(net, None, device)
-    listed = ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
+    listed = folder.ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
     with console.ProgressBar("decoding", len(chosen), 0, options.quiet, unit="pictures") as bar:
-        pixels, own = decode_folder(listed, extractor.views.source, False, bar, squash=True)
+        pixels, own = folder.decode_folder(listed, extractor.views.source, False, bar, squash=True)
     if len(own.names) < 3:
         raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
     features = compute_features(extractor, pixels, options.quiet)
