@@ -27,8 +27,7 @@ from calmatch.data import images as stored
 from calmatch.data.images import Skipped, valid_text
 from calmatch.model import Model
 
-SHOWN = 10  # skipped files that are named on the console
-REMEMBERED = 100  # skipped files that are remembered; all are written
+SHOWN = 10  # skipped files that are remembered and named on the console; all are written
 TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
 ROW_GROUP = 16_384  # rows of one Parquet row group
 FORMULA = re.compile(r"[=+@\t\r-](?![\d.]+$)")  # how a cell begins that a spreadsheet computes
@@ -108,7 +107,7 @@ def predict(
     counts = Counts(answered, sure, skipped, out)
     if formulas and out.suffix == ".csv":  # names are left as they are: they are looked up again
         console.warn(f"{formulas} names begin like a formula: let a spreadsheet import it as text.")
-    for line in _summarise(model, counts, table.skipped[:SHOWN]):
+    for line in _summarise(model, counts, table.skipped):
         console.message(line, quiet)
     return counts
 
@@ -273,7 +272,7 @@ class AnswerTable:
             self.list = CsvRows(opened)
             self.list.writerow(("file", "reason"))
         self.list.writerow((valid_text(file), valid_text(reason)))
-        if len(self.skipped) < REMEMBERED:
+        if len(self.skipped) < SHOWN:
             self.skipped.append(Skipped(file, reason))
 
 

@@ -169,9 +169,8 @@ def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     compare = any(paper.find_published(g.row, g.column, "error", suite) for g in table.groups)
     built = tables.build_tables(table, suite=suite, compare=compare)
-    for ending, kind in TABLE_KINDS.items():
-        if kind != "csv":
-            write(out / f"table{ending}", render.RENDERERS[kind](built))
+    write(out / "table.md", render.markdown(built))
+    write(out / "table.tex", render.latex(built))
     write(out / "table.csv", tables.tidy_csv(table, suite=suite, compare=compare))
     print(f"Tables:  {out}/table.md, .tex, .csv")
     drawn, missing = [], []

@@ -5,7 +5,6 @@ where the suite was started, writes into the run folders, and only for the newes
 So nodes share no path, no lock has to work across a network, and an attempt on a lost node cannot
 come back: its process dies with its worker, and what it might still send is refused."""
 
-import platform
 import signal
 import tempfile
 import time
@@ -119,11 +118,11 @@ class _Queue:
             self.stops = signals
         running = list(self.running)
         ended, _ = self.ray.wait(running, timeout=POLL_SECONDS) if running else ([], [])
-        steps, nodes = self.ray.get(self.coordinator.status.remote())
+        steps, started = self.ray.get(self.coordinator.status.remote())
         for ref, run in self.running.items():
             item = self.progress.items[self.jobs[run]]
             item.step = max(item.step, steps.get(run, 0))
-            if run in nodes and item.state != "running" and ref not in ended:
+            if run in started and item.state != "running" and ref not in ended:
                 self.progress.move(item.job, "running")
         for ref in ended:
             run = self.running.pop(ref)
@@ -138,9 +137,9 @@ class _Queue:
         """Running ones write a checkpoint and send it; waiting ones are taken back."""
         self.progress.halt()
         self.ray.get(self.coordinator.stop.remote())
-        _, nodes = self.ray.get(self.coordinator.status.remote())
+        _, started = self.ray.get(self.coordinator.status.remote())
         for ref, run in self.running.items():
-            if force or run not in nodes:
+            if force or run not in started:
                 self.ray.cancel(ref, force=force)
         self.progress.move_all([self.jobs[run] for run in self.held], "stopped")
         self.held.clear()
@@ -170,19 +169,19 @@ class Coordinator:
         self.folders = [Path(folder) for folder in folders]
         self.attempts = dict.fromkeys(range(len(folders)), 0)
         self.steps: dict[int, int] = {}
-        self.nodes: dict[int, str] = {}  # of the runs that were started
+        self.started: set[int] = set()  # by the newest attempt
         self.stopping = False
 
     def expect(self, run: int, attempt: int) -> None:
         """From now on, only this attempt may send."""
         self.attempts[run] = attempt
-        self.nodes.pop(run, None)
+        self.started.discard(run)
 
-    def open(self, run: int, attempt: int, node: str) -> Files | None:
+    def open(self, run: int, attempt: int) -> Files | None:
         """What a node needs to go on with a run; None: do not start it."""
         if self.stopping or attempt != self.attempts[run]:
             return None
-        self.nodes[run] = node
+        self.started.add(run)
         return changed_files(self.folders[run], {})[0]
 
     def report(self, run: int, attempt: int, step: int, files: Files, names: list[str]) -> bool:
@@ -197,9 +196,9 @@ class Coordinator:
     def stop(self) -> None:
         self.stopping = True
 
-    def status(self) -> tuple[dict[int, int], dict[int, str]]:
-        """The step of each run, and the nodes of those that were started."""
-        return self.steps, self.nodes
+    def status(self) -> tuple[dict[int, int], set[int]]:
+        """The step of each run, and those that were started."""
+        return self.steps, self.started
 
 
 def changed_files(folder: Path, before: Marks) -> tuple[Files, Marks]:
@@ -245,7 +244,7 @@ def run_attempt(
         # not ray.get: while a task waits in it, Ray gives its core to another
         return getattr(coordinator, method).remote(run, attempt, *values).future().result()
 
-    files = ask("open", platform.node())
+    files = ask("open")
     if files is None:
         return STOPPED
     with tempfile.TemporaryDirectory(prefix="calmatch-") as name:

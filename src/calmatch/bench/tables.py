@@ -483,10 +483,9 @@ def published_tables(table: RunTable, suite: str) -> list[Table]:
             theirs = [_published_entry(group, metric, suite, doubts) for group in groups]
             if all(entry.text == "–" for entry in theirs):
                 continue
-            best = [_test_selected_values(group, metric) for group in groups]
-            rows.append(
-                [Entry(row), *(_mean_entry(seed_values(g, metric).values()) for g in groups)]
-            )
+            ours = [seed_values(group, metric).values() for group in groups]
+            best = [[value for _, value in _best_values(g, metric).values()] for g in groups]
+            rows.append([Entry(row), *map(_mean_entry, ours)])
             if any(best):
                 rows.append([Entry("    test-selected"), *map(_mean_entry, best)])
             rows.append([Entry("    published"), *theirs])
@@ -511,11 +510,12 @@ def _published_entry(group: Group | None, metric: str, suite: str, doubts: list[
     return Entry(f"{number.value:.2f}{sd}{' USB' if source == 'usb' else ''}{mark}")
 
 
-def _test_selected_values(group: Group | None, metric: str) -> list[float]:
-    """A quantity at each run's best step on the test set, where that is known."""
-    bests = [selected_on_test(run) for run in group.runs.values()] if group else []
-    values = [getattr(best, metric, None) for best in bests if best]
-    return [QUANTITIES[metric].scale * value for value in values if value is not None]
+def _best_values(group: Group | None, metric: str) -> dict[Seeds, tuple[int, float]]:
+    """Each run's best step on the test set and a quantity there, where that is known."""
+    runs, scale = group.runs if group else {}, QUANTITIES[metric].scale
+    bests = [(seeds, best) for seeds, run in runs.items() if (best := selected_on_test(run))]
+    values = {seeds: (best.step, getattr(best, metric, None)) for seeds, best in bests}
+    return {seeds: (step, scale * v) for seeds, (step, v) in values.items() if v is not None}
 
 
 TIDY_FIELDS = (
@@ -558,11 +558,9 @@ def _cell_lines(
         return
     for (seed, split), value in values.items():
         yield {"kind": "run", "seed": seed, "split_seed": split, "value": value}
-    for (seed, split), run in group.runs.items():
-        best = selected_on_test(run)
-        if best and (share := getattr(best, metric, None)) is not None:
-            line = {"kind": "test-selected", "seed": seed, "split_seed": split}
-            yield line | {"step": best.step, "value": QUANTITIES[metric].scale * share}
+    for (seed, split), (step, value) in _best_values(group, metric).items():
+        line = {"kind": "test-selected", "seed": seed, "split_seed": split}
+        yield line | {"step": step, "value": value}
     mean = stats.mean(list(values.values()))
     line = {"kind": "mean", "runs": mean.number, **mean._asdict()}
     cell = None if suite is None else paper.find_published(group.row, group.column, metric, suite)

@@ -73,7 +73,7 @@ def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
         classes=data.get("classes", []),
         per_class=data.get("perClass", []),
         tables=summary.chart_tables(data),
-        columns=[column.head.replace("\n", " ") for column in text.COLUMNS],
+        columns=[head.replace("\n", " ") for head, *_ in text.COLUMNS.values()],
         legend=text.LEGEND,
         style=Markup(_read_asset("page.css")),
         scripts=[Markup(script) for script in scripts],  # ours, and free of </script

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calmatch import metrics, ops
-from calmatch.runs import logit_gap, probabilities
+from calmatch.runs import BINS, logit_gap, probabilities
 
 Floats = NDArray[np.float64]
-BINS = 15
 GRID = 64  # points of a density
 WIDTH = 0.05  # of the smooth curve at least: SmoothECE's own can be too fine to look at
 RIVALS = 5  # classes beside the true one in the logit densities of many classes

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -107,24 +107,15 @@ def describe_example(preds: Predictions) -> str:
     return ""
 
 
-class Column(NamedTuple):
-    """A quantity: its key, heading, factor and decimals."""
-
-    key: str
-    head: str
-    scale: float = 100.0
-    digits: int = 1
-
-
-COLUMNS = (
-    Column("error", "error\n%"),
-    Column("ece", "ECE\n%"),
-    Column("adaptive_ece", "adapt.\nECE %"),
-    Column("classwise_ece", "class\nECE %"),
-    Column("nll", "NLL\nnats", 1.0, 2),
-    Column("agree", "agree\n%"),
-    Column("gap", "logit\ngap", 1.0),
-)
+COLUMNS = {  # the heading of each quantity, its factor and decimals
+    "error": ("error\n%", 100.0, 1),
+    "ece": ("ECE\n%", 100.0, 1),
+    "adaptive_ece": ("adapt.\nECE %", 100.0, 1),
+    "classwise_ece": ("class\nECE %", 100.0, 1),
+    "nll": ("NLL\nnats", 1.0, 2),
+    "agree": ("agree\n%", 100.0, 1),
+    "gap": ("logit\ngap", 1.0, 1),
+}
 LEGEND = (
     "Below each value its 95 % interval (bootstrap over test pictures; one seed). ECE: 15 bins of "
     "the top class; adapt.: bins of equal mass; class: every class's probability. Agree: share of "
@@ -136,7 +127,7 @@ LEGEND = (
 def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
     """A value and its interval as text, and what it is sorted by; a dash where there is none."""
     cells: list[tuple[str, str, float | str]] = []
-    for key, _, scale, digits in COLUMNS:
+    for key, (_, scale, digits) in COLUMNS.items():
         interval = run.result.metrics.get(key, ())
         texts = [f"{scale * number:.{digits}f}" for number in interval]
         cells.append((texts[0], "–".join(texts[1:]), interval[0]) if interval else ("-", "", ""))
@@ -148,8 +139,8 @@ def print_runs(runs: Sequence[Run]) -> None:
     title = escape(visible(_table_title(runs[0])))
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("run", vertical="top", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column.head, justify="right", no_wrap=True)
+    for head, *_ in COLUMNS.values():
+        table.add_column(head, justify="right", no_wrap=True)
     for run in runs:
         mark = "\n(test-selected)" if run.result.test_selected else ""
         name = escape(visible(run.title)).replace(" + ", "\n+ ") + mark

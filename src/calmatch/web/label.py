@@ -1,7 +1,5 @@
 """`calmatch label`: pictures in the browser, one by one; every answer is saved at once."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io
@@ -29,9 +27,8 @@ from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
-from calmatch.web import build_app, listen, run
+from calmatch.web import build_app, listen, page_routes, run
 
-HERE = Path(__file__).parent
 LIMIT = 1 << 18  # bytes of a request
 SHOWN, SMALL, TINY = 1200, 256, 128  # pixels: of a picture, of one in a grid; below, no JPEG
 GROUP, PAGE, AHEAD = 12, 60, 8  # pictures in a group, on a page of the list, chosen beforehand
@@ -209,7 +206,7 @@ class Answers:
 
 def open_session(
     options: LabelOptions, answers: Answers, names: Sequence[str], skipped: list[stored.Skipped]
-) -> Session:
+) -> "Session":
     """Features of the pictures that may be asked for: a random sample of many, and labelled ones.
 
     All are in the order of a hash of their names: the same tomorrow, and as good as random.
@@ -496,10 +493,8 @@ class Fit:
             encoding="utf-8",
             errors="replace",
         )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        self.lines.extend(map(str.rstrip, self.process.stdout or ()))
+        said = map(str.rstrip, self.process.stdout or ())  # as it is said, in the thread
+        threading.Thread(target=self.lines.extend, args=(said,), daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
         """How far it is."""
@@ -514,10 +509,6 @@ def routes(session: Session) -> list[Any]:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-
-    def page(name: str, kind: str) -> Any:
-        content = (HERE / name).read_bytes()
-        return lambda request: Response(content, media_type=kind)
 
     def see(request: Request) -> Response:
         views = {
@@ -569,10 +560,7 @@ def routes(session: Session) -> list[Any]:
             return JSONResponse({"error": why}, 507)
 
     return [
-        Route("/", page("label.html", "text/html; charset=utf-8")),
-        Route("/label.css", page("label.css", "text/css; charset=utf-8")),
-        Route("/label.js", page("label.js", "text/javascript; charset=utf-8")),
-        Route("/favicon.ico", lambda request: Response(status_code=204)),
+        *page_routes("label"),
         Route("/picture/{row:int}", picture),
         Route("/see/{what:str}/{row:int}", see),
         Route("/report", report),
