@@ -220,10 +220,9 @@ def describe(hint: Any) -> str:
     ('a number or nothing', "'a' or 'b'")
     """
     origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(option) for option in typing.get_args(hint))
-    if origin is typing.Literal:
-        return " or ".join(repr(option) for option in typing.get_args(hint))
+    if origin in (typing.Union, types.UnionType, typing.Literal):
+        say = repr if origin is typing.Literal else describe
+        return " or ".join(map(say, typing.get_args(hint)))
     words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
     return words.get(hint, "nothing" if hint is types.NoneType else str(hint))
 

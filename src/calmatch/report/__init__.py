@@ -357,7 +357,10 @@ def write_mlflow(run: Run) -> str:
 
 def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, float]]]:
     """What every tracker shows: the numbers of each step with its time, the result's too."""
-    times = _step_times(run.folder / "times.jsonl")
+    path, times = run.folder / "times.jsonl", dict[int, float]()
+    if path.is_file():
+        with files.open_file(path) as file:  # a continued run wrote some twice: the last counts
+            times = {line["step"]: line["unix"] for line in map(json.loads, file)}
     steps: dict[int, dict[str, float]] = {}
     for line in run.log():
         if line["kind"] in ("train", "test", "validation"):
@@ -369,11 +372,3 @@ def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, floa
     last |= {f"result/{name}": item.value for name, item in run.result.metrics.items()}
     for step in sorted(steps):
         yield step, times.get(step), steps[step]
-
-
-def _step_times(path: Path) -> dict[int, float]:
-    """When each step was reached; a continued run wrote some steps twice, and the last counts."""
-    if not path.is_file():
-        return {}
-    with files.open_file(path) as file:
-        return {line["step"]: line["unix"] for line in map(json.loads, file)}

@@ -110,7 +110,6 @@ def _band(preds: Predictions, width: float, at: Floats, resamples: int) -> tuple
 def risk_coverage(preds: Predictions, points: int = 100) -> list[dict[str, float]]:
     """Error among the images answered when only those above a confidence are: threshold down."""
     ordered, wrong, ends = _answered(preds)
-    promised = (1 - ordered).cumsum(0)
     if len(ends) > points:
         wanted = torch.linspace(0, len(ordered) - 1, points).round().long()
         ends = ends[torch.searchsorted(ends, wanted).clamp_max(len(ends) - 1)].unique()
@@ -118,8 +117,8 @@ def risk_coverage(preds: Predictions, points: int = 100) -> list[dict[str, float
     error = wrong[ends] / number
     low, high = metrics.wilson(error.numpy(), number.numpy())
     columns = {"coverage": number / len(ordered), "n": ends + 1, "error": error}
-    columns |= {"low": low, "high": high, "promised": promised[ends] / number}
-    columns |= {"threshold": ordered[ends]}
+    promised = (1 - ordered).cumsum(0)[ends] / number
+    columns |= {"low": low, "high": high, "promised": promised, "threshold": ordered[ends]}
     lists = [column.tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
@@ -262,9 +261,7 @@ def _short(values: Floats) -> list[float]:
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
     """At most so many lines, the first and the last among them."""
-    if len(lines) <= most:
-        return list(lines)
-    places = np.linspace(0, len(lines) - 1, most).round().astype(int)
+    places = np.linspace(0, len(lines) - 1, min(most, len(lines))).round().astype(int)
     return [lines[k] for k in places]
 
 
