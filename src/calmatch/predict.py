@@ -240,12 +240,10 @@ def open_table(
         raise ValueError(f"{out} cannot be written: its folder is not there, or it is a folder.")
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"{out} cannot be written: its folder is read-only.")
-    with files.draft(out) as draft, kinds[out.suffix](draft) as write:
-        table = AnswerTable(write, skipped_path(out))
-        with table.stack:
-            yield table
-        if table.list is None:
-            skipped_path(out).unlink(missing_ok=True)  # of an earlier run
+    with files.draft(out) as draft, kinds[out.suffix](draft) as write, ExitStack() as stack:
+        yield (table := AnswerTable(write, skipped_path(out), stack))
+    if table.list is None:
+        skipped_path(out).unlink(missing_ok=True)  # of an earlier run
 
 
 def skipped_path(out: Path) -> Path:
@@ -259,10 +257,9 @@ WriteRow = Callable[[Answered], None]
 class AnswerTable:
     """Rows go to the table, files that cannot be predicted to a list beside it."""
 
-    def __init__(self, write: WriteRow, beside: Path) -> None:
-        self.write, self.beside = write, beside
+    def __init__(self, write: WriteRow, beside: Path, stack: ExitStack) -> None:
+        self.write, self.beside, self.stack = write, beside, stack
         self.skipped: list[Skipped] = []  # the first ones
-        self.stack = ExitStack()
         self.list: CsvRows | None = None
 
     def skip(self, file: str, reason: str) -> None:

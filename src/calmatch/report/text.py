@@ -136,8 +136,15 @@ def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
 
 def print_runs(runs: Sequence[Run]) -> None:
     """The table of runs."""
-    title = escape(visible(_table_title(runs[0])))
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    result, images = runs[0].result, runs[0].result.images
+    averaged = "averaged " if result.weights == "ema" else ""
+    best = "" if result.selected == "last" else f", {result.selected}"
+    title = (
+        f"{runs[0].data}: {images['labelled']} labels, {images['unlabelled']:,} unlabelled, "
+        f"{images['test']:,} test pictures; seed {runs[0].config.seed}, {averaged}weights of step "
+        f"{result.step:,} of {result.steps:,}{best}"
+    )
+    table = Table(title=escape(visible(title)), title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("run", vertical="top", no_wrap=True)
     for head, *_ in COLUMNS.values():
         table.add_column(head, justify="right", no_wrap=True)
@@ -152,17 +159,6 @@ def print_runs(runs: Sequence[Run]) -> None:
         console.print(TEST_SELECTED)
     for note in sorted({note for run in runs for note in run.result.notes}):
         console.print(visible(note), style="yellow", markup=False)
-
-
-def _table_title(run: Run) -> str:
-    result, images = run.result, run.result.images
-    averaged = "averaged " if result.weights == "ema" else ""
-    best = "" if result.selected == "last" else f", {result.selected}"
-    return (
-        f"{run.data}: {images['labelled']} labels, {images['unlabelled']:,} unlabelled, "
-        f"{images['test']:,} test pictures; seed {run.config.seed}, {averaged}weights of step "
-        f"{result.step:,} of {result.steps:,}{best}"
-    )
 
 
 def print_checked(
