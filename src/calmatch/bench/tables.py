@@ -269,24 +269,22 @@ PAIRED = (
 def grid_table(table: RunTable, metric: str) -> Table:
     """One quantity of every row in every column, as the paper's Tables 1 and 2."""
     columns = {column: _column_entries(table, column, metric) for column in table.columns}
-    rows = [
-        [Entry(row), *(entries.get(row, Entry("–")) for entries in columns.values())]
-        for row in table.rows
-    ]
     title = f"{QUANTITIES[metric].head} ({QUANTITIES[metric].unit}), {SPREAD}"
-    return Table(title[0].upper() + title[1:], ["row", *columns], rows, [ARROWS])
+    return _table_of(columns, table.rows, title[0].upper() + title[1:], [ARROWS])
 
 
 def details_table(table: RunTable, column: str) -> Table:
     """Every quantity of one column."""
-    quantities = [_column_entries(table, column, metric) for metric in DETAILS]
-    rows = [
-        [Entry(row), *(entries[row] for entries in quantities)]
-        for row in table.rows
-        if row in quantities[0]
-    ]
-    heads = ["row", *map(_heading, DETAILS)]
-    return Table(f"{column}: {SPREAD}", heads, rows, [ARROWS, SCALING])
+    columns = {_heading(metric): _column_entries(table, column, metric) for metric in DETAILS}
+    rows = table.only(column).rows
+    return _table_of(columns, rows, f"{column}: {SPREAD}", [ARROWS, SCALING])
+
+
+def _table_of(
+    columns: Mapping[str, Mapping[str, Entry]], rows: Sequence[str], title: str, notes: list[str]
+) -> Table:
+    lines = [[Entry(r), *(each.get(r, Entry("–")) for each in columns.values())] for r in rows]
+    return Table(title, ["row", *columns], lines, notes)
 
 
 def _heading(metric: str) -> str:
