@@ -142,7 +142,7 @@ def _evaluate(options: opts.EvaluateOptions) -> None:
             print(TEST_SELECTED)
         return
     if options.pictures is not None:
-        model = load(path, device=str(pick_device(options.device)), trust=options.trust)
+        model = load(options.path, device=str(pick_device(options.device)), trust=options.trust)
         checked = predict.check_images(model, options.pictures, options.labels, quiet=options.quiet)
     elif path.suffix == ".csv" and options.labels is not None:
         checked = predict.check_table(path, options.labels)
