@@ -1,7 +1,5 @@
 """A model over a folder, a zip or a file of images, streamed into a CSV or Parquet table."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -219,7 +217,7 @@ def open_table(
     classes: Sequence[str] = (),
     format: str | None = None,
     origin: tuple[Path, str] = (Path(), ""),
-) -> Iterator[AnswerTable]:
+) -> Iterator["AnswerTable"]:
     """A table that appears under its name when the block ends well.
 
     Another program's `format` also says where the images lie, and the model's version.

@@ -1,7 +1,5 @@
 """Tables from run folders: runs in rows and columns, means over seeds, ranks, paired tests."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import io
@@ -9,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from calmatch import spec
 from calmatch.bench import paper, stats
@@ -51,7 +49,7 @@ class RunTable(NamedTuple):
     def at(self, row: str, column: str) -> Group | None:
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
 
-    def only(self, column: str) -> RunTable:
+    def only(self, column: str) -> Self:
         """One column alone."""
         if column not in self.columns:
             raise ValueError(f"There is no column {column!r}.{spec.nearest(column, self.columns)}")
