@@ -305,7 +305,7 @@ class BenchOptions:
     net: str | None = None
     # A file that pretrained networks start from, instead of the published weights.
     weights: Path | None = None
-    quiet: bool = False  # No live table and no lines but the summary.
+    quiet: bool = False  # No progress bar and no lines but the summary.
 
 
 @dataclass
