@@ -600,11 +600,11 @@ def test_nothing_listens_on_a_network_port():
     assert calls == ["predict.py"]
     started: dict[str, object] = {}
     fake = types.SimpleNamespace(init=lambda **settings: started.update(settings))
-    start_ray(fake, None, "error")
+    start_ray(fake, None)
     assert started["include_dashboard"] is False
     assert started["_node_ip_address"] == "127.0.0.1"
     started.clear()
-    start_ray(fake, "somewhere:6379", "error")
+    start_ray(fake, "somewhere:6379")
     assert "include_dashboard" not in started  # somebody else's cluster is theirs to configure
 
 

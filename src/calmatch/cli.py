@@ -48,13 +48,14 @@ def _dispatch(words: list[str]) -> int:
     return 0
 
 
-def _parse(options: str, words: list[str], command: str, **default: Any) -> Any:
+def _parse(options: Any, words: list[str], command: str, **default: Any) -> Any:
     """The options of a command from its words; a data root among them holds from now on."""
     import tyro
 
     from calmatch import options as opts
 
-    values = tyro.cli(getattr(opts, options), args=words, prog=f"calmatch {command}", **default)
+    kind = getattr(opts, options) if isinstance(options, str) else options
+    values = tyro.cli(kind, args=words, prog=f"calmatch {command}", **default)
     if getattr(values, "data_root", None) is not None:
         os.environ["CALMATCH_DATA"] = str(values.data_root)
     return values
@@ -92,7 +93,7 @@ def _train_options(words: list[str]) -> TrainOptions:
     from calmatch.training.recipes import RECIPES
 
     if not words or words[0] in ("-h", "--help"):
-        _parse("TrainOptions", ["--help"], "train RECIPE", default=TrainOptions(Config()))
+        _parse(TrainOptions, ["--help"], "train RECIPE", default=TrainOptions(Config()))
     name, flags = words[0], words[1:]
     file = None if name in RECIPES else Path(name)
     if file and (file.suffix not in (".json", ".yaml", ".yml") or not file.is_file()):
@@ -106,7 +107,7 @@ def _train_options(words: list[str]) -> TrainOptions:
 
     def parse(config: Config) -> TrainOptions:
         default = TrainOptions(config)
-        values: TrainOptions = _parse("TrainOptions", flags, f"train {name}", default=default)
+        values: TrainOptions = _parse(TrainOptions, flags, f"train {name}", default=default)
         return values
 
     first = parse(read("fixmatch", None, True))
@@ -121,46 +122,35 @@ def _train_options(words: list[str]) -> TrainOptions:
 
 def _evaluate(options: opts.EvaluateOptions) -> None:
     """A model on labelled pictures; a run's own evaluation; any model's predictions in a file."""
-    from calmatch import metrics
-    from calmatch.report.text import print_metrics
-    from calmatch.runs import load_predictions, load_run
-
-    if options.resamples < 0:
-        raise ValueError("--resamples must be at least 0.")
-    if options.pictures is not None or options.labels is not None:
-        _evaluate_checked(options)
-        return
-    path, selected = options.path, False
-    if path.is_dir():
-        selected = load_run(path).result.test_selected
-        path = path / "predictions.npz"
-    probs, labels = load_predictions(path)
-    values = metrics.summary(probs, labels, resamples=options.resamples)
-    if options.json:
-        print(json.dumps({name: item._asdict() for name, item in values.items()}))
-        return
-    print_metrics(values, len(labels), options.resamples > 0)
-    if selected:
-        print("Test-selected: these weights were chosen on the test set, as the paper and USB do.")
-
-
-def _evaluate_checked(options: opts.EvaluateOptions) -> None:
-    """Predictions beside labels that the model has not seen."""
     from calmatch import load, metrics, predict
     from calmatch.ops import pick_device
-    from calmatch.report.text import print_checked
+    from calmatch.report.text import TEST_SELECTED, print_checked, print_metrics
+    from calmatch.runs import load_predictions, load_run
 
+    path, resamples, intervals = options.path, options.resamples, options.resamples > 0
+    if resamples < 0:
+        raise ValueError("--resamples must be at least 0.")
+    if options.pictures is None and options.labels is None:
+        run = load_run(path) if path.is_dir() else None
+        probs, labels = load_predictions(path / "predictions.npz" if run else path)
+        values = metrics.summary(probs, labels, resamples=resamples)
+        if options.json:
+            print(json.dumps({name: item._asdict() for name, item in values.items()}))
+            return
+        print_metrics(values, len(labels), intervals)
+        if run and run.result.test_selected:
+            print(TEST_SELECTED)
+        return
     if options.pictures is not None:
-        device = str(pick_device(options.device))
-        model = load(options.path, device=device, trust=options.trust)
+        model = load(options.path, device=str(pick_device(options.device)), trust=options.trust)
         checked = predict.check_images(model, options.pictures, options.labels, quiet=options.quiet)
-    elif options.path.suffix == ".csv" and options.labels is not None:
-        checked = predict.check_table(options.path, options.labels)
+    elif path.suffix == ".csv" and options.labels is not None:
+        checked = predict.check_table(path, options.labels)
     else:
         raise ValueError("--labels belongs to RUN PICTURES, or to a .csv that predict wrote.")
     names = tuple(metrics.METRICS) if checked.whole else ("error", "ece")
-    values = metrics.summary(checked.probs, checked.labels, names, resamples=options.resamples)
-    print_checked(checked, values, as_json=options.json, intervals=options.resamples > 0)
+    values = metrics.summary(checked.probs, checked.labels, names, resamples=resamples)
+    print_checked(checked, values, as_json=options.json, intervals=intervals)
 
 
 def _report(options: opts.ReportOptions) -> None:

@@ -82,8 +82,9 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
     shape = (3, 3, model.size, model.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     odd = torch.randint(0, 256, (2, 3, 45, 61), dtype=torch.uint8, generator=generator)
-    data = (_onnx if to == "onnx" else _pt2)(model, odd)
-    check_export(data, to, model, images)
+    with _silence_exporters():
+        data = (_onnx if to == "onnx" else _pt2)(model, odd)
+        check_export(data, to, model, images)
     files.write(path, data)
     return path
 
@@ -116,8 +117,7 @@ def export_metadata(model: Model) -> dict[str, str]:
 
 def _pt2(model: Model, images: Tensor) -> bytes:
     content = io.BytesIO()
-    with _silence_exporters():
-        torch.export.save(_program(model, images), content, extra_files=export_metadata(model))
+    torch.export.save(_program(model, images), content, extra_files=export_metadata(model))
     return content.getvalue()
 
 
@@ -128,8 +128,7 @@ def _program(model: Model, images: Tensor) -> Any:
 
 
 def _run_pt2(data: bytes) -> Any:
-    with _silence_exporters():
-        return torch.export.load(io.BytesIO(data)).module()
+    return torch.export.load(io.BytesIO(data)).module()
 
 
 def _onnx(model: Model, images: Tensor) -> bytes:
@@ -142,8 +141,7 @@ def _onnx(model: Model, images: Tensor) -> bytes:
 
     names: Any = {"input_names": ["images"], "output_names": list(OUTPUTS)}
     names["custom_translation_table"] = {torch.ops.aten.sort.stable: stable_sort}
-    with _silence_exporters():
-        program = torch.onnx.export(_program(model, images), dynamo=True, verbose=False, **names)
+    program = torch.onnx.export(_program(model, images), dynamo=True, verbose=False, **names)
     assert program is not None
     proto: Any = program.model_proto
     for key, value in export_metadata(model).items():

@@ -292,9 +292,8 @@ class BenchOptions:
     minutes: float = math.inf
     # Only runs with this text, or one of several with commas between, in row, column or folder.
     only: str = ""
-    dry_run: bool = (
-        False  # Print the runs, how they stand and whose protocol they follow; run none.
-    )
+    # Print the runs, how they stand and whose protocol they follow; run none.
+    dry_run: bool = False
     # Do only the run with this number of --dry-run, for array jobs: its exit code is ours.
     index: int | None = None
     data_root: Path | None = None  # Where datasets are; also CALMATCH_DATA.
@@ -306,7 +305,7 @@ class BenchOptions:
     net: str | None = None
     # A file that pretrained networks start from, instead of the published weights.
     weights: Path | None = None
-    quiet: bool = False  # No live table and no lines but the summary.
+    quiet: bool = False  # No progress bar and no lines but the summary.
 
 
 @dataclass
@@ -335,12 +334,3 @@ class FigureOptions:
     target: int = 5  # The class whose logits are shown (figure logits).
     # Draw the paper's own numbers (figures ranks and radar); needs no runs.
     published: bool = False
-
-
-def __getattr__(name: str) -> Any:
-    """The options of `train` stand beside the config they hold, which predicting does without."""
-    if name != "TrainOptions":
-        raise AttributeError(name)
-    from calmatch.training.config import TrainOptions
-
-    return TrainOptions

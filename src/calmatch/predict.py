@@ -1,7 +1,5 @@
 """A model over a folder, a zip or a file of images, streamed into a CSV or Parquet table."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -23,21 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from calmatch import console, files, nets, spec
-from calmatch.data.images import (
-    SUFFIXES,
-    ImageFiles,
-    Skipped,
-    compute_ordered,
-    is_zip,
-    too_large,
-    unfit_reason,
-    valid_text,
-    walk_images,
-)
+from calmatch.data import images as stored
+from calmatch.data.images import Skipped, valid_text
 from calmatch.model import Model
 
-SHOWN = 10  # skipped files that are named on the console
-REMEMBERED = 100  # skipped files that are remembered; all are written
+SHOWN = 10  # skipped files that are remembered and named on the console; all are written
 TABLE_COLUMNS = ("file", "label", "confidence", "set", "sure")
 ROW_GROUP = 16_384  # rows of one Parquet row group
 FORMULA = re.compile(r"[=+@\t\r-](?![\d.]+$)")  # how a cell begins that a spreadsheet computes
@@ -89,7 +77,7 @@ def predict(
     source, out = ImageSource(Path(images)), Path(out)
     total = sum(1 for _ in source.names())
     if total == 0:
-        raise ValueError(f"There are no pictures in {source.path} ({', '.join(SUFFIXES)}).")
+        raise ValueError(f"There are no pictures in {source.path} ({', '.join(stored.SUFFIXES)}).")
     if probs and (format is not None or engine == "ray"):
         raise ValueError("--probs is for a .csv or .parquet that this machine writes.")
     classes = model.classes if probs else ()
@@ -117,7 +105,7 @@ def predict(
     counts = Counts(answered, sure, skipped, out)
     if formulas and out.suffix == ".csv":  # names are left as they are: they are looked up again
         console.warn(f"{formulas} names begin like a formula: let a spreadsheet import it as text.")
-    for line in _summarise(model, counts, table.skipped[:SHOWN]):
+    for line in _summarise(model, counts, table.skipped):
         console.message(line, quiet)
     return counts
 
@@ -144,18 +132,18 @@ class ImageSource:
 
     @property
     def root(self) -> Path:
-        return self.path if self.path.is_dir() or is_zip(self.path) else self.path.parent
+        return self.path if self.path.is_dir() or stored.is_zip(self.path) else self.path.parent
 
     def names(self) -> Iterator[str | Skipped]:
         """Names below the root in a fixed order, those of one folder at a time."""
         if not self.path.exists():
             raise ValueError(f"There is no {self.path}.")
         if self.path.is_dir():
-            yield from walk_images(self.path)
-        elif is_zip(self.path):
+            yield from stored.walk_images(self.path)
+        elif stored.is_zip(self.path):
             yield from _names_in_zip(self.path)
         elif self.path.is_file():
-            reason = unfit_reason(self.path, self.path.resolve().parent)
+            reason = stored.unfit_reason(self.path, self.path.resolve().parent)
             yield Skipped(self.path.name, reason) if reason else self.path.name
         else:
             raise ValueError(f"{self.path} is neither a folder, nor a .zip, nor a picture.")
@@ -177,8 +165,8 @@ def _names_in_zip(path: Path) -> Iterator[str | Skipped]:
     for name in sorted(sizes):
         parts = name.split("/")
         hidden = any(part.startswith(".") and part != ".." for part in parts)
-        if parts[0] != "__MACOSX" and not hidden and name.lower().endswith(SUFFIXES):
-            reason = too_large(sizes[name])
+        if parts[0] != "__MACOSX" and not hidden and name.lower().endswith(stored.SUFFIXES):
+            reason = stored.too_large(sizes[name])
             yield Skipped(name, reason) if reason else name
 
 
@@ -196,14 +184,14 @@ def predict_locally(
 
     model.quick.eval()  # made before threads ask for it
     chunks = source.chunks(batch or nets.batch_size(model.device))
-    for rows in compute_ordered(chunks, read, answer, model.device, workers):
+    for rows in stored.compute_ordered(chunks, read, answer, model.device, workers):
         yield from rows
 
 
 def decode_one(root: Path, name: str, model: Model) -> Any:
     """uint8 [3, size, size], or why not."""
     try:
-        return ImageFiles(root, (name,), model.size, model.squash).image(0)
+        return stored.ImageFiles(root, (name,), model.size, model.squash).image(0)
     except Exception as error:  # whatever a decoder makes of a broken or hostile file
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         return Skipped(name, why.removeprefix(f"{name} ").strip() or "it cannot be decoded")
@@ -229,7 +217,7 @@ def open_table(
     classes: Sequence[str] = (),
     format: str | None = None,
     origin: tuple[Path, str] = (Path(), ""),
-) -> Iterator[AnswerTable]:
+) -> Iterator["AnswerTable"]:
     """A table that appears under its name when the block ends well.
 
     Another program's `format` also says where the images lie, and the model's version.
@@ -250,12 +238,10 @@ def open_table(
         raise ValueError(f"{out} cannot be written: its folder is not there, or it is a folder.")
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"{out} cannot be written: its folder is read-only.")
-    with files.draft(out) as draft, kinds[out.suffix](draft) as write:
-        table = AnswerTable(write, skipped_path(out))
-        with table.stack:
-            yield table
-        if table.list is None:
-            skipped_path(out).unlink(missing_ok=True)  # of an earlier run
+    with files.draft(out) as draft, kinds[out.suffix](draft) as write, ExitStack() as stack:
+        yield (table := AnswerTable(write, skipped_path(out), stack))
+    if table.list is None:
+        skipped_path(out).unlink(missing_ok=True)  # of an earlier run
 
 
 def skipped_path(out: Path) -> Path:
@@ -269,10 +255,9 @@ WriteRow = Callable[[Answered], None]
 class AnswerTable:
     """Rows go to the table, files that cannot be predicted to a list beside it."""
 
-    def __init__(self, write: WriteRow, beside: Path) -> None:
-        self.write, self.beside = write, beside
+    def __init__(self, write: WriteRow, beside: Path, stack: ExitStack) -> None:
+        self.write, self.beside, self.stack = write, beside, stack
         self.skipped: list[Skipped] = []  # the first ones
-        self.stack = ExitStack()
         self.list: CsvRows | None = None
 
     def skip(self, file: str, reason: str) -> None:
@@ -282,7 +267,7 @@ class AnswerTable:
             self.list = CsvRows(opened)
             self.list.writerow(("file", "reason"))
         self.list.writerow((valid_text(file), valid_text(reason)))
-        if len(self.skipped) < REMEMBERED:
+        if len(self.skipped) < SHOWN:
             self.skipped.append(Skipped(file, reason))
 
 
@@ -461,7 +446,11 @@ def predict_on_ray(
 @contextmanager
 def join_ray(address: str | None) -> Iterator[Any]:
     """The package, while its cluster is there."""
-    ray = import_ray("ray.data")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    why = "--engine ray needs an extra: pip install 'calmatch[ray]'."
+    ray, _ = spec.import_extra(why, "ray", "ray.data")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     mine = not ray.is_initialized()
     if mine:
@@ -470,7 +459,7 @@ def join_ray(address: str | None) -> Iterator[Any]:
             if host and port.isdecimal() and "/" not in host:  # not "auto" nor "ray://..."
                 # Ray itself takes minutes to find that nobody answers
                 socket.create_connection((host, int(port)), timeout=10).close()
-            start_ray(ray, address, logging.ERROR)
+            start_ray(ray, address)
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             raise ValueError(f"There is no Ray cluster at {address}: {error}.") from error
     try:
@@ -484,23 +473,14 @@ def join_ray(address: str | None) -> Iterator[Any]:
             ray.shutdown()
 
 
-def import_ray(*parts: str) -> Any:
-    """Ray, and parts of it."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it warns of its own design
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    why = "--engine ray needs an extra: pip install 'calmatch[ray]'."
-    return spec.import_extra(why, "ray", *parts)[0]
-
-
-def start_ray(ray: Any, address: str | None, level: Any) -> None:
+def start_ray(ray: Any, address: str | None) -> None:
     """Join a cluster, or start one that only this machine can reach, without a dashboard.
 
     Asked for nothing, Ray would look for one here, and wait minutes for one that was killed.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(address=address or "local", log_to_driver=False, logging_level=level, **own)
+    ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
 
 
 def spread_items(

@@ -279,11 +279,9 @@ def load_predictions(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 def _load_csv(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     try:
         text = files.read_bytes(path).decode("utf-8-sig")
-        header, *rows = csv.reader(io.StringIO(text, newline=""))
+        header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a UTF-8 CSV file.") from error
-    except ValueError:
-        header, rows = [], []
     if "label" not in header:
         raise ValueError(f"{path} needs a header with the column `label`.")
     place = header.index("label")
@@ -413,10 +411,10 @@ def choose_examples(log_probs: Tensor, labels: Tensor) -> Tensor:
     return torch.tensor(sorted(rows), dtype=torch.long)
 
 
-def most_confident_mistakes(confidence: Tensor, right: Tensor, number: int = MISTAKES) -> Tensor:
+def most_confident_mistakes(confidence: Tensor, right: Tensor) -> Tensor:
     """Rows of the most confidently wrong images, most confident first."""
     wrong = (~right).nonzero()[:, 0]
-    return wrong[confidence[wrong].argsort(descending=True, stable=True)[:number]]
+    return wrong[confidence[wrong].argsort(descending=True, stable=True)[:MISTAKES]]
 
 
 def most_informative(log_probs: Tensor, number: int = ASKED) -> Tensor:

@@ -8,6 +8,7 @@ import inspect
 import sys
 import types
 import typing
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,21 +35,15 @@ class SpecError(ValueError):
     """A spec string that names nothing, or names it wrongly."""
 
 
-class Lookup(dict[str, Any]):
+class Lookup(UserDict[str, Any]):
     """Names and what they stand for; a dotted text is imported when its name is looked up."""
 
     def __getitem__(self, name: str) -> Any:
-        item = super().__getitem__(name)
+        item = self.data[name]
         if isinstance(item, str):
             module, _, attribute = item.rpartition(".")
             item = self[name] = getattr(importlib.import_module(f"calmatch.{module}"), attribute)
         return item
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
 
 
 def parse(text: str) -> Spec:
@@ -225,10 +220,9 @@ def describe(hint: Any) -> str:
     ('a number or nothing', "'a' or 'b'")
     """
     origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(option) for option in typing.get_args(hint))
-    if origin is typing.Literal:
-        return " or ".join(repr(option) for option in typing.get_args(hint))
+    if origin in (typing.Union, types.UnionType, typing.Literal):
+        say = repr if origin is typing.Literal else describe
+        return " or ".join(map(say, typing.get_args(hint)))
     words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
     return words.get(hint, "nothing" if hint is types.NoneType else str(hint))
 

@@ -248,7 +248,7 @@ def test_options_choose_cells_and_change_their_configs(stand_in, tmp_path):
 def test_only_the_newest_attempt_may_write_and_the_result_comes_last(tmp_path, monkeypatch):
     coordinator = Coordinator([str(tmp_path / "run")])
     coordinator.expect(0, 1)
-    assert coordinator.open(0, 1, "a") == {}
+    assert coordinator.open(0, 1) == {}
     files = {"result.json": b"{}", "checkpoint/000000001.safetensors": b"1", "metrics.jsonl": b"x"}
     written = []
     original = write
@@ -259,17 +259,17 @@ def test_only_the_newest_attempt_may_write_and_the_result_comes_last(tmp_path, m
     assert coordinator.report(0, 1, 5, files, list(files)) is False
     assert written == ["000000001.safetensors", "metrics.jsonl", "result.json"]
     coordinator.expect(0, 2)
-    assert coordinator.open(0, 1, "a") is None
+    assert coordinator.open(0, 1) is None
     assert coordinator.report(0, 1, 9, {"metrics.jsonl": b"late"}, []) is True
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == b"x"
-    assert coordinator.open(0, 2, "b") == files
+    assert coordinator.open(0, 2) == files
     newer = {"checkpoint/000000002.safetensors": b"2"}
     coordinator.report(0, 2, 9, newer, list(newer))
     assert saved_step(tmp_path / "run") == 2
     assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 1
     coordinator.stop()
     assert coordinator.report(0, 2, 9, {}, []) is True
-    assert coordinator.open(0, 2, "b") is None
+    assert coordinator.open(0, 2) is None
 
 
 def test_a_node_sends_only_what_changed_and_nothing_hidden(tmp_path):

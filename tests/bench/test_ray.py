@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from calmatch.bench.engine import Job, SuiteProgress, Worker, is_held, run_locally, saved_step
-from calmatch.bench.ray import import_ray, run_on_ray
+from calmatch.bench.ray import run_on_ray
 
 pytestmark = pytest.mark.ray
 HERE = Path(__file__).parents[1]
@@ -28,10 +28,11 @@ SOON = {  # a lost node is noticed in two seconds, not in thirty
 @pytest.fixture
 def cluster(monkeypatch):
     """A head without room for runs, where the coordinator is, and two nodes for a run each."""
-    pytest.importorskip("ray")
+    ray = pytest.importorskip("ray")
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "0")
     # a dotted method is looked up where nodes were started
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    ray = import_ray()
     from ray.cluster_utils import Cluster
 
     room = {"object_store_memory": 100 * 2**20, "include_dashboard": False}

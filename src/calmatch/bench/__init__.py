@@ -95,9 +95,7 @@ def shorten(config: Config, steps: int) -> Config:
 
 def _print_preview(cells: Sequence[paper.Cell], jobs: Sequence[Job], states: Sequence[str]) -> None:
     """The runs and how they stand, below the sources of their protocols."""
-    wide, wider = (
-        max(map(len, names)) for names in zip(*(cell[1:3] for cell in cells), strict=True)
-    )
+    wide, wider = max(len(cell.row) for cell in cells), max(len(cell.column) for cell in cells)
     source = ""
     for k, (cell, job, state) in enumerate(zip(cells, jobs, states, strict=True)):
         if cell.source != source:
@@ -105,8 +103,8 @@ def _print_preview(cells: Sequence[paper.Cell], jobs: Sequence[Job], states: Seq
             print(f"Protocol: {source}.")
         name = f"{cell.row:<{wide}}  {cell.column:<{wider}}  seed {cell.seed}"
         print(f"{k:>3}  {name}  {state:<9}  {job.folder}", flush=True)
-    counts = Counter(states)
-    print(f"{len(jobs)} runs: {', '.join(f'{n} {state}' for state, n in counts.items())}.")
+    counts = ", ".join(f"{n} {state}" for state, n in Counter(states).items())
+    print(f"{len(jobs)} runs: {counts}.")
 
 
 def _run_jobs(options: BenchOptions, jobs: Sequence[Job]) -> SuiteProgress:
@@ -169,9 +167,8 @@ def write_all(table: tables.RunTable, out: Path, suite: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     compare = any(paper.find_published(g.row, g.column, "error", suite) for g in table.groups)
     built = tables.build_tables(table, suite=suite, compare=compare)
-    for ending, kind in TABLE_KINDS.items():
-        if kind != "csv":
-            write(out / f"table{ending}", render.RENDERERS[kind](built))
+    write(out / "table.md", render.markdown(built))
+    write(out / "table.tex", render.latex(built))
     write(out / "table.csv", tables.tidy_csv(table, suite=suite, compare=compare))
     print(f"Tables:  {out}/table.md, .tex, .csv")
     drawn, missing = [], []

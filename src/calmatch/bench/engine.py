@@ -300,7 +300,7 @@ class JobStatus:
     note: str = ""
 
 
-class SuiteProgress:
+class SuiteProgress(ProgressBar):
     """How every run of a suite stands: engines move the items, here are lines about them and a bar.
 
     The bar counts the steps of all runs; on it stands how many runs are in which state.
@@ -309,14 +309,7 @@ class SuiteProgress:
     def __init__(self, title: str, jobs: Sequence[Job], quiet: bool = False) -> None:
         self.title, self.quiet, self.stopping = title, quiet, False
         self.items = {job: JobStatus(job, step=saved_step(job.folder)) for job in jobs}
-        self.bar = ProgressBar(title, sum(job.config.steps for job in jobs), self._steps(), quiet)
-
-    def __enter__(self) -> SuiteProgress:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.__exit__()
+        super().__init__(title, sum(job.config.steps for job in jobs), self._steps(), quiet)
 
     def move(self, job: Job, state: str, note: str = "") -> None:
         """A run changes its state, which may be worth a line."""
@@ -357,8 +350,8 @@ class SuiteProgress:
 
     def tick(self) -> None:
         """Show how far all runs are."""
-        self.bar.words = {state: f"{number} {state}" for state, number in self.counts().items()}
-        self.bar.update(self._steps())
+        self.words = {state: f"{number} {state}" for state, number in self.counts().items()}
+        self.update(self._steps())
 
     def counts(self) -> Counter[str]:
         return Counter(item.state for item in self.items.values())

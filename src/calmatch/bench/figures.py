@@ -177,6 +177,7 @@ def draw_entropy(figure: Figure, content: Content) -> None:
         draw_legend(figure, axes[2], 4)
 
 
+TRUE_CLASS = "true class (shaded)"
 SHOWN_CLASSES = 10  # in one panel
 GRID = 200
 
@@ -255,7 +256,14 @@ def draw_logits(figure: Figure, content: Content) -> None:
     grid = figure.subplots(deep, wide, sharex=True, sharey=True, squeeze=False, gridspec_kw=edges)
     keys: dict[str, Any] = {}
     for axes, panel in zip(grid.flat, panels, strict=False):
-        _draw_densities(axes, panel)
+        for place, (k, heights) in enumerate(panel["density"].items()):
+            if int(k) == panel["target"]:
+                axes.plot(panel["x"], heights, color="black", lw=1.4, label=TRUE_CLASS)
+                axes.fill_between(panel["x"], heights, color="0.5", alpha=0.25, lw=0)
+            else:
+                colour, dash = PALETTE[place % 6], "-" if place < 6 else "--"
+                name = panel["names"][k]
+                axes.plot(panel["x"], heights, color=colour, ls=dash, lw=0.9, label=name)
         axes.tick_params(labelbottom=True, labelleft=True, labelsize=6)
         axes.set_xlabel(panel["kind"], fontsize=6, labelpad=1)
         axes.set_ylabel("density", fontsize=6, labelpad=1)
@@ -270,20 +278,6 @@ def draw_logits(figure: Figure, content: Content) -> None:
     names = sorted(keys, key=lambda name: (name == TRUE_CLASS, keys[name].get_label()))
     handles = [keys[name] for name in names]
     figure.legend(handles, names, loc="lower center", ncols=6 if wide < 5 else 11)
-
-
-TRUE_CLASS = "true class (shaded)"
-
-
-def _draw_densities(axes: Axes, panel: Content) -> None:
-    for place, (k, heights) in enumerate(panel["density"].items()):
-        if int(k) == panel["target"]:
-            axes.plot(panel["x"], heights, color="black", lw=1.4, label=TRUE_CLASS)
-            axes.fill_between(panel["x"], heights, color="0.5", alpha=0.25, lw=0)
-        else:
-            colour, dash = PALETTE[place % 6], "-" if place < 6 else "--"
-            name = panel["names"][k]
-            axes.plot(panel["x"], heights, color=colour, ls=dash, lw=0.9, label=name)
 
 
 METRICS = ("error", "ece")

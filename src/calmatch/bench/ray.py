@@ -5,7 +5,6 @@ where the suite was started, writes into the run folders, and only for the newes
 So nodes share no path, no lock has to work across a network, and an attempt on a lost node cannot
 come back: its process dies with its worker, and what it might still send is refused."""
 
-import platform
 import signal
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Any
 from calmatch.bench import engine
 from calmatch.bench.engine import Job, SuiteProgress
 from calmatch.files import Busy, lock, read_bytes, write
-from calmatch.predict import import_ray, start_ray
+from calmatch.predict import join_ray
 from calmatch.runs import find_finished
 from calmatch.training.checkpoint import list_checkpoints
 
@@ -46,27 +45,17 @@ def run_on_ray(
     `signals` grows when one arrives; without an address Ray starts on this machine; `per_device`
     runs share a GPU. Checkpoints are sent `every` so many seconds: a lost node costs that at most.
     """
-    ray = import_ray()
-    ours = not ray.is_initialized()
-    if ours and address and address.startswith("ray://"):
+    if address and address.startswith("ray://"):
         raise ValueError(
             "Start the suite on a machine of the cluster, with --address auto or its IP:PORT; "
             "ray:// only reaches it from outside."
         )
-    try:
-        if ours:
-            start_ray(ray, address, "error")
-    except ConnectionError as error:
-        raise ValueError(f"There is no Ray cluster at {address}: {error}") from error
-    try:
+    with join_ray(address) as ray:
         queue = _Queue(ray, jobs, progress, per_device, env, every)
         queue.fill()
         while queue.running or queue.held:
             queue.turn(len(signals))
             progress.tick()
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 @dataclass
@@ -129,11 +118,11 @@ class _Queue:
             self.stops = signals
         running = list(self.running)
         ended, _ = self.ray.wait(running, timeout=POLL_SECONDS) if running else ([], [])
-        steps, nodes = self.ray.get(self.coordinator.status.remote())
+        steps, started = self.ray.get(self.coordinator.status.remote())
         for ref, run in self.running.items():
             item = self.progress.items[self.jobs[run]]
             item.step = max(item.step, steps.get(run, 0))
-            if run in nodes and item.state != "running" and ref not in ended:
+            if run in started and item.state != "running" and ref not in ended:
                 self.progress.move(item.job, "running")
         for ref in ended:
             run = self.running.pop(ref)
@@ -148,9 +137,9 @@ class _Queue:
         """Running ones write a checkpoint and send it; waiting ones are taken back."""
         self.progress.halt()
         self.ray.get(self.coordinator.stop.remote())
-        _, nodes = self.ray.get(self.coordinator.status.remote())
+        _, started = self.ray.get(self.coordinator.status.remote())
         for ref, run in self.running.items():
-            if force or run not in nodes:
+            if force or run not in started:
                 self.ray.cancel(ref, force=force)
         self.progress.move_all([self.jobs[run] for run in self.held], "stopped")
         self.held.clear()
@@ -180,19 +169,19 @@ class Coordinator:
         self.folders = [Path(folder) for folder in folders]
         self.attempts = dict.fromkeys(range(len(folders)), 0)
         self.steps: dict[int, int] = {}
-        self.nodes: dict[int, str] = {}  # of the runs that were started
+        self.started: set[int] = set()  # by the newest attempt
         self.stopping = False
 
     def expect(self, run: int, attempt: int) -> None:
         """From now on, only this attempt may send."""
         self.attempts[run] = attempt
-        self.nodes.pop(run, None)
+        self.started.discard(run)
 
-    def open(self, run: int, attempt: int, node: str) -> Files | None:
+    def open(self, run: int, attempt: int) -> Files | None:
         """What a node needs to go on with a run; None: do not start it."""
         if self.stopping or attempt != self.attempts[run]:
             return None
-        self.nodes[run] = node
+        self.started.add(run)
         return changed_files(self.folders[run], {})[0]
 
     def report(self, run: int, attempt: int, step: int, files: Files, names: list[str]) -> bool:
@@ -207,9 +196,9 @@ class Coordinator:
     def stop(self) -> None:
         self.stopping = True
 
-    def status(self) -> tuple[dict[int, int], dict[int, str]]:
-        """The step of each run, and the nodes of those that were started."""
-        return self.steps, self.nodes
+    def status(self) -> tuple[dict[int, int], set[int]]:
+        """The step of each run, and those that were started."""
+        return self.steps, self.started
 
 
 def changed_files(folder: Path, before: Marks) -> tuple[Files, Marks]:
@@ -255,7 +244,7 @@ def run_attempt(
         # not ray.get: while a task waits in it, Ray gives its core to another
         return getattr(coordinator, method).remote(run, attempt, *values).future().result()
 
-    files = ask("open", platform.node())
+    files = ask("open")
     if files is None:
         return STOPPED
     with tempfile.TemporaryDirectory(prefix="calmatch-") as name:

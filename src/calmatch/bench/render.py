@@ -98,7 +98,4 @@ def _latex(table: Table) -> str:
 """
 
 
-RENDERERS: Mapping[str, Callable[[Sequence[Table]], str]] = {
-    "md": markdown,
-    "latex": latex,
-}
+RENDERERS: Mapping[str, Callable[[Sequence[Table]], str]] = {"md": markdown, "latex": latex}

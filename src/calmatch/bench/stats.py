@@ -35,11 +35,8 @@ class Ranks(NamedTuple):
     distance: float  # two rows whose mean ranks differ less cannot be told apart
 
 
-def friedman(scores: Mapping[str, Sequence[float]], level: float = 0.95) -> Ranks:
-    """Rank the rows by their scores in each setting, lowest first; then average over settings.
-
-    Ties share the mean rank; `level` is that of Nemenyi's distance.
-    """
+def friedman(scores: Mapping[str, Sequence[float]]) -> Ranks:
+    """Rank the rows in each setting, lowest score first, ties alike; then average over settings."""
     table = np.array(list(scores.values()), dtype=float)  # [rows, settings]
     if table.ndim != 2 or table.shape[0] < 2 or not np.isfinite(table).all():
         raise ValueError("Ranks need two rows at least, each with a number in every setting.")
@@ -48,16 +45,16 @@ def friedman(scores: Mapping[str, Sequence[float]], level: float = 0.95) -> Rank
     means = dict(zip(scores, ranks.mean(1).tolist(), strict=True))
     testable = rows > 2 and settings > 1 and bool((ranks != ranks[0]).any())
     p = float(stats.friedmanchisquare(*table).pvalue) if testable else None
-    return Ranks(means, settings, p, nemenyi(rows, settings, level))
+    return Ranks(means, settings, p, nemenyi(rows, settings))
 
 
-def nemenyi(rows: int, settings: int, level: float = 0.95) -> float:
-    """Nemenyi's critical difference of mean ranks.
+def nemenyi(rows: int, settings: int) -> float:
+    """Nemenyi's critical difference of mean ranks at the 5 % level.
 
     >>> round(nemenyi(10, 12), 2)  # as Demsar (2006) tabulates q = 3.164 for ten rows
     3.91
     """
-    q = float(stats.studentized_range.ppf(level, rows, np.inf)) / math.sqrt(2)
+    q = float(stats.studentized_range.ppf(0.95, rows, np.inf)) / math.sqrt(2)
     return q * math.sqrt(rows * (rows + 1) / (6 * settings))
 
 
@@ -73,17 +70,15 @@ class Paired(NamedTuple):
     p: float | None  # Wilcoxon's signed-rank test, two-sided; None: all differences are zero
 
 
-def paired(
-    differences: Sequence[float], level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Paired:
-    """Mean difference, a percentile bootstrap interval over pairs, and Wilcoxon's test.
+def paired(differences: Sequence[float], resamples: int = 10_000) -> Paired:
+    """Mean difference, its 95 % percentile bootstrap interval over pairs, and Wilcoxon's test.
 
     With three pairs the interval is little more than their range, and Wilcoxon's p cannot fall
     below 0.25: more seeds, or several settings together, are needed to say more.
     """
     values = np.asarray(differences, dtype=float)
-    rows = np.random.default_rng(seed).integers(len(values), size=(resamples, len(values)))
-    low, high = np.quantile(values[rows].mean(1), [(1 - level) / 2, (1 + level) / 2]).tolist()
+    rows = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
+    low, high = np.quantile(values[rows].mean(1), [0.025, 0.975]).tolist()
     better, worse = int((values < 0).sum()), int((values > 0).sum())
     changed = values[values != 0]
     p = float(stats.wilcoxon(changed, method="auto").pvalue) if len(changed) else None

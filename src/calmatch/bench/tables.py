@@ -1,7 +1,5 @@
 """Tables from run folders: runs in rows and columns, means over seeds, ranks, paired tests."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import io
@@ -9,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from calmatch import spec
 from calmatch.bench import paper, stats
@@ -51,7 +49,7 @@ class RunTable(NamedTuple):
     def at(self, row: str, column: str) -> Group | None:
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
 
-    def only(self, column: str) -> RunTable:
+    def only(self, column: str) -> Self:
         """One column alone."""
         if column not in self.columns:
             raise ValueError(f"There is no column {column!r}.{spec.nearest(column, self.columns)}")
@@ -269,24 +267,22 @@ PAIRED = (
 def grid_table(table: RunTable, metric: str) -> Table:
     """One quantity of every row in every column, as the paper's Tables 1 and 2."""
     columns = {column: _column_entries(table, column, metric) for column in table.columns}
-    rows = [
-        [Entry(row), *(entries.get(row, Entry("–")) for entries in columns.values())]
-        for row in table.rows
-    ]
     title = f"{QUANTITIES[metric].head} ({QUANTITIES[metric].unit}), {SPREAD}"
-    return Table(title[0].upper() + title[1:], ["row", *columns], rows, [ARROWS])
+    return _table_of(columns, table.rows, title[0].upper() + title[1:], [ARROWS])
 
 
 def details_table(table: RunTable, column: str) -> Table:
     """Every quantity of one column."""
-    quantities = [_column_entries(table, column, metric) for metric in DETAILS]
-    rows = [
-        [Entry(row), *(entries[row] for entries in quantities)]
-        for row in table.rows
-        if row in quantities[0]
-    ]
-    heads = ["row", *map(_heading, DETAILS)]
-    return Table(f"{column}: {SPREAD}", heads, rows, [ARROWS, SCALING])
+    columns = {_heading(metric): _column_entries(table, column, metric) for metric in DETAILS}
+    rows = table.only(column).rows
+    return _table_of(columns, rows, f"{column}: {SPREAD}", [ARROWS, SCALING])
+
+
+def _table_of(
+    columns: Mapping[str, Mapping[str, Entry]], rows: Sequence[str], title: str, notes: list[str]
+) -> Table:
+    lines = [[Entry(r), *(each.get(r, Entry("–")) for each in columns.values())] for r in rows]
+    return Table(title, ["row", *columns], lines, notes)
 
 
 def _heading(metric: str) -> str:
@@ -483,10 +479,9 @@ def published_tables(table: RunTable, suite: str) -> list[Table]:
             theirs = [_published_entry(group, metric, suite, doubts) for group in groups]
             if all(entry.text == "–" for entry in theirs):
                 continue
-            best = [_test_selected_values(group, metric) for group in groups]
-            rows.append(
-                [Entry(row), *(_mean_entry(seed_values(g, metric).values()) for g in groups)]
-            )
+            ours = [seed_values(group, metric).values() for group in groups]
+            best = [[value for _, value in _best_values(g, metric).values()] for g in groups]
+            rows.append([Entry(row), *map(_mean_entry, ours)])
             if any(best):
                 rows.append([Entry("    test-selected"), *map(_mean_entry, best)])
             rows.append([Entry("    published"), *theirs])
@@ -511,11 +506,12 @@ def _published_entry(group: Group | None, metric: str, suite: str, doubts: list[
     return Entry(f"{number.value:.2f}{sd}{' USB' if source == 'usb' else ''}{mark}")
 
 
-def _test_selected_values(group: Group | None, metric: str) -> list[float]:
-    """A quantity at each run's best step on the test set, where that is known."""
-    bests = [selected_on_test(run) for run in group.runs.values()] if group else []
-    values = [getattr(best, metric, None) for best in bests if best]
-    return [QUANTITIES[metric].scale * value for value in values if value is not None]
+def _best_values(group: Group | None, metric: str) -> dict[Seeds, tuple[int, float]]:
+    """Each run's best step on the test set and a quantity there, where that is known."""
+    runs, scale = group.runs if group else {}, QUANTITIES[metric].scale
+    bests = [(seeds, best) for seeds, run in runs.items() if (best := selected_on_test(run))]
+    values = {seeds: (best.step, getattr(best, metric, None)) for seeds, best in bests}
+    return {seeds: (step, scale * v) for seeds, (step, v) in values.items() if v is not None}
 
 
 TIDY_FIELDS = (
@@ -558,11 +554,9 @@ def _cell_lines(
         return
     for (seed, split), value in values.items():
         yield {"kind": "run", "seed": seed, "split_seed": split, "value": value}
-    for (seed, split), run in group.runs.items():
-        best = selected_on_test(run)
-        if best and (share := getattr(best, metric, None)) is not None:
-            line = {"kind": "test-selected", "seed": seed, "split_seed": split}
-            yield line | {"step": best.step, "value": QUANTITIES[metric].scale * share}
+    for (seed, split), (step, value) in _best_values(group, metric).items():
+        line = {"kind": "test-selected", "seed": seed, "split_seed": split}
+        yield line | {"step": step, "value": value}
     mean = stats.mean(list(values.values()))
     line = {"kind": "mean", "runs": mean.number, **mean._asdict()}
     cell = None if suite is None else paper.find_published(group.row, group.column, metric, suite)

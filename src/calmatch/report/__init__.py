@@ -47,9 +47,10 @@ def build(shown: Sequence[Run], path: Path) -> Path:
         view["sentences"] = text.describe_headline(shown[0], data["runs"][0])
         view["example"] = text.describe_example(several[0])
     else:
-        data["gapGrid"] = summary.gap_grid(several, 24 if many else summary.GRID)
-        for numbers, preds in zip(data["runs"], several, strict=True):
-            numbers["gaps"] = summary.gaps(preds, data["gapGrid"])
+        grid, *gaps = summary.gap_densities(several, 24 if many else summary.GRID)
+        data["gapGrid"] = grid
+        for numbers, densities in zip(data["runs"], gaps, strict=True):
+            numbers["gaps"] = densities
         view["heading"] = f"{len(shown)} runs compared"
         dumps = [run.config.dump() for run in shown]
         settings = [(key, [str(dump[key]) for dump in dumps]) for key in dumps[0]]
@@ -72,7 +73,7 @@ def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
         classes=data.get("classes", []),
         per_class=data.get("perClass", []),
         tables=summary.chart_tables(data),
-        columns=[column.head.replace("\n", " ") for column in text.COLUMNS],
+        columns=[head.replace("\n", " ") for head, *_ in text.COLUMNS.values()],
         legend=text.LEGEND,
         style=Markup(_read_asset("page.css")),
         scripts=[Markup(script) for script in scripts],  # ours, and free of </script
@@ -121,12 +122,13 @@ def chart_numbers(run: Run, preds: Predictions, many: bool = False) -> dict[str,
     """What the charts that every page has are drawn from; of many runs, fewer points."""
     points, most, resamples = (21, 12, 0) if many else (101, 200, 500)
     lines = run.log()
-    trained = _log_curve(lines, "train", "accepted agree pseudo_accuracy pseudo_ece")
-    tested: list[dict[str, Any]] = []
+    trained = _log_curve(lines, "train", "accepted agree pseudo_accuracy")
     learned = run.result.evaluated_on == "crossfit"  # its "test" set is what it learned from
-    for split in ("validation",) if learned else ("test", "validation"):
-        curve = summary.thin(_log_curve(lines, split, "error ece"), most)
-        tested += [{**line, "split": split} for line in curve]
+    tested = [
+        {**line, "split": split}
+        for split in (("validation",) if learned else ("test", "validation"))
+        for line in summary.thin(_log_curve(lines, split, "error ece"), most)
+    ]
     numbers = headline_numbers(run, preds) | {"chance": summary.ece_by_chance(preds)}
     return {
         "title": run.title,
@@ -265,7 +267,7 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
         "notes": list(run.result.notes),
         "evaluation": run.result.evaluation_note,
         "promise": point.describe() if point else "",
-        "cells": [text.cell(run.result.metrics.get(c.key), c)._asdict() for c in text.COLUMNS],
+        "cells": text.table_cells(run),
         "commands": list(run.result.commands) or repeat,
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
         "facts": run_facts(run),
@@ -355,7 +357,10 @@ def write_mlflow(run: Run) -> str:
 
 def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, float]]]:
     """What every tracker shows: the numbers of each step with its time, the result's too."""
-    times = _step_times(run.folder / "times.jsonl")
+    path, times = run.folder / "times.jsonl", dict[int, float]()
+    if path.is_file():
+        with files.open_file(path) as file:  # a continued run wrote some twice: the last counts
+            times = {line["step"]: line["unix"] for line in map(json.loads, file)}
     steps: dict[int, dict[str, float]] = {}
     for line in run.log():
         if line["kind"] in ("train", "test", "validation"):
@@ -367,11 +372,3 @@ def _logged_values(run: Run) -> Iterator[tuple[int, float | None, dict[str, floa
     last |= {f"result/{name}": item.value for name, item in run.result.metrics.items()}
     for step in sorted(steps):
         yield step, times.get(step), steps[step]
-
-
-def _step_times(path: Path) -> dict[int, float]:
-    """When each step was reached; a continued run wrote some steps twice, and the last counts."""
-    if not path.is_file():
-        return {}
-    with files.open_file(path) as file:
-        return {line["step"]: line["unix"] for line in map(json.loads, file)}

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from calmatch import metrics, ops
-from calmatch.runs import logit_gap, probabilities
+from calmatch.runs import BINS, logit_gap, probabilities
 
 Floats = NDArray[np.float64]
-BINS = 15
 GRID = 64  # points of a density
 WIDTH = 0.05  # of the smooth curve at least: SmoothECE's own can be too fine to look at
 RIVALS = 5  # classes beside the true one in the logit densities of many classes
@@ -52,19 +51,17 @@ def reliability_bins(preds: Predictions, number: int = BINS) -> list[dict[str, A
     return rows
 
 
-def ece_by_chance(preds: Predictions, number: int = BINS, draws: int = 200) -> dict[str, float]:
+def ece_by_chance(preds: Predictions) -> dict[str, float]:
     """ECE that a calibrated model with these confidences would show by chance alone."""
-    confidence = preds.confidence.numpy()
-    place = ops.bin_of(preds.confidence, number).numpy()
-    claimed = np.bincount(place, confidence, number)
-    random = np.random.default_rng(0)
+    confidence, random = preds.confidence.numpy(), np.random.default_rng(0)
+    place = ops.bin_of(preds.confidence, BINS).numpy()
+    claimed = np.bincount(place, confidence, BINS)
     drawn = [
-        np.abs(np.bincount(place, random.random(len(place)) < confidence, number) - claimed).sum()
-        for _ in range(draws)
+        np.abs(np.bincount(place, random.random(len(place)) < confidence, BINS) - claimed).sum()
+        for _ in range(200)
     ]
-    low, mean, high = np.quantile(drawn, 0.025), np.mean(drawn), np.quantile(drawn, 0.975)
-    ends = {"low": low, "mean": mean, "high": high}
-    return {name: float(value / len(place)) for name, value in ends.items()}
+    low, high = np.quantile(drawn, [0.025, 0.975]) / len(place)
+    return {"low": float(low), "high": float(high)}
 
 
 def smooth_reliability(
@@ -113,7 +110,6 @@ def _band(preds: Predictions, width: float, at: Floats, resamples: int) -> tuple
 def risk_coverage(preds: Predictions, points: int = 100) -> list[dict[str, float]]:
     """Error among the images answered when only those above a confidence are: threshold down."""
     ordered, wrong, ends = _answered(preds)
-    promised = (1 - ordered).cumsum(0)
     if len(ends) > points:
         wanted = torch.linspace(0, len(ordered) - 1, points).round().long()
         ends = ends[torch.searchsorted(ends, wanted).clamp_max(len(ends) - 1)].unique()
@@ -121,8 +117,8 @@ def risk_coverage(preds: Predictions, points: int = 100) -> list[dict[str, float
     error = wrong[ends] / number
     low, high = metrics.wilson(error.numpy(), number.numpy())
     columns = {"coverage": number / len(ordered), "n": ends + 1, "error": error}
-    columns |= {"low": low, "high": high, "promised": promised[ends] / number}
-    columns |= {"threshold": ordered[ends]}
+    promised = (1 - ordered).cumsum(0)[ends] / number
+    columns |= {"low": low, "high": high, "promised": promised, "threshold": ordered[ends]}
     lists = [column.tolist() for column in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
@@ -240,15 +236,11 @@ def _class_densities(values: Floats, truth: int, grid: Floats) -> list[dict[str,
     return rows
 
 
-def gaps(preds: Predictions, grid: Sequence[float]) -> list[float]:
-    """Density of the largest logit distance of each image."""
-    return _density(logit_gap(preds.log_probs.double()).clamp_max(200.0).numpy(), np.asarray(grid))
-
-
-def gap_grid(several: Sequence[Predictions], points: int) -> list[float]:
-    """A grid on which the logit distances of several runs can be laid over each other."""
-    tops = [logit_gap(preds.log_probs.double()).clamp_max(200.0).max() for preds in several]
-    return _short(np.linspace(0, 1.05 * float(max(tops)) + 1e-9, points))
+def gap_densities(several: Sequence[Predictions], points: int) -> list[list[float]]:
+    """A grid for all runs, and over it each one's density of the images' largest logit distance."""
+    gaps = [logit_gap(preds.log_probs.double()).clamp_max(200.0).numpy() for preds in several]
+    grid = _short(np.linspace(0, 1.05 * max(float(gap.max()) for gap in gaps) + 1e-9, points))
+    return [grid, *(_density(gap, np.asarray(grid)) for gap in gaps)]
 
 
 def _density(values: Floats, grid: Floats) -> list[float]:
@@ -269,9 +261,7 @@ def _short(values: Floats) -> list[float]:
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
     """At most so many lines, the first and the last among them."""
-    if len(lines) <= most:
-        return list(lines)
-    places = np.linspace(0, len(lines) - 1, most).round().astype(int)
+    places = np.linspace(0, len(lines) - 1, min(most, len(lines))).round().astype(int)
     return [lines[k] for k in places]
 
 
@@ -283,9 +273,9 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{100 * value:.{digits}f}"
 
 
-def signed(value: float, digits: int = 1) -> str:
+def signed(value: float) -> str:
     """With a plus or a minus, except for what rounds to nothing."""
-    text = f"{value:+.{digits}f}"
+    text = f"{value:+.1f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -107,24 +107,15 @@ def describe_example(preds: Predictions) -> str:
     return ""
 
 
-class Column(NamedTuple):
-    """A quantity: its key, heading, factor and decimals."""
-
-    key: str
-    head: str
-    scale: float = 100.0
-    digits: int = 1
-
-
-COLUMNS = (
-    Column("error", "error\n%"),
-    Column("ece", "ECE\n%"),
-    Column("adaptive_ece", "adapt.\nECE %"),
-    Column("classwise_ece", "class\nECE %"),
-    Column("nll", "NLL\nnats", 1.0, 2),
-    Column("agree", "agree\n%"),
-    Column("gap", "logit\ngap", 1.0),
-)
+COLUMNS = {  # the heading of each quantity, its factor and decimals
+    "error": ("error\n%", 100.0, 1),
+    "ece": ("ECE\n%", 100.0, 1),
+    "adaptive_ece": ("adapt.\nECE %", 100.0, 1),
+    "classwise_ece": ("class\nECE %", 100.0, 1),
+    "nll": ("NLL\nnats", 1.0, 2),
+    "agree": ("agree\n%", 100.0, 1),
+    "gap": ("logit\ngap", 1.0, 1),
+}
 LEGEND = (
     "Below each value its 95 % interval (bootstrap over test pictures; one seed). ECE: 15 bins of "
     "the top class; adapt.: bins of equal mass; class: every class's probability. Agree: share of "
@@ -133,34 +124,34 @@ LEGEND = (
 )
 
 
-class CellText(NamedTuple):
-    """A value and its interval as text, and what it is sorted by."""
-
-    value: str = "-"
-    ends: str = ""
-    sort: float | str = ""
-
-
-def cell(interval: Interval | None, column: Column) -> CellText:
-    """A quantity of a run; a dash where there is none."""
-    if interval is None:
-        return CellText()
-    value, low, high = (f"{column.scale * number:.{column.digits}f}" for number in interval)
-    return CellText(value, f"{low}–{high}", interval.value)
+def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
+    """A value and its interval as text, and what it is sorted by; a dash where there is none."""
+    cells: list[tuple[str, str, float | str]] = []
+    for key, (_, scale, digits) in COLUMNS.items():
+        interval = run.result.metrics.get(key, ())
+        texts = [f"{scale * number:.{digits}f}" for number in interval]
+        cells.append((texts[0], "–".join(texts[1:]), interval[0]) if interval else ("-", "", ""))
+    return cells
 
 
 def print_runs(runs: Sequence[Run]) -> None:
     """The table of runs."""
-    title = escape(visible(_table_title(runs[0])))
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
+    result, images = runs[0].result, runs[0].result.images
+    averaged = "averaged " if result.weights == "ema" else ""
+    best = "" if result.selected == "last" else f", {result.selected}"
+    title = (
+        f"{runs[0].data}: {images['labelled']} labels, {images['unlabelled']:,} unlabelled, "
+        f"{images['test']:,} test pictures; seed {runs[0].config.seed}, {averaged}weights of step "
+        f"{result.step:,} of {result.steps:,}{best}"
+    )
+    table = Table(title=escape(visible(title)), title_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("run", vertical="top", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column.head, justify="right", no_wrap=True)
+    for head, *_ in COLUMNS.values():
+        table.add_column(head, justify="right", no_wrap=True)
     for run in runs:
-        cells = [cell(run.result.metrics.get(column.key), column) for column in COLUMNS]
         mark = "\n(test-selected)" if run.result.test_selected else ""
         name = escape(visible(run.title)).replace(" + ", "\n+ ") + mark
-        table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends, _ in cells))
+        table.add_row(name, *(f"{value}\n[dim]{ends}[/dim]" for value, ends, _ in table_cells(run)))
     console = Console(highlight=False)
     console.print(table)
     console.print(LEGEND, style="dim")
@@ -168,17 +159,6 @@ def print_runs(runs: Sequence[Run]) -> None:
         console.print(TEST_SELECTED)
     for note in sorted({note for run in runs for note in run.result.notes}):
         console.print(visible(note), style="yellow", markup=False)
-
-
-def _table_title(run: Run) -> str:
-    result, images = run.result, run.result.images
-    averaged = "averaged " if result.weights == "ema" else ""
-    best = "" if result.selected == "last" else f", {result.selected}"
-    return (
-        f"{run.data}: {images['labelled']} labels, {images['unlabelled']:,} unlabelled, "
-        f"{images['test']:,} test pictures; seed {run.config.seed}, {averaged}weights of step "
-        f"{result.step:,} of {result.steps:,}{best}"
-    )
 
 
 def print_checked(

@@ -1,19 +1,17 @@
 """The web server of `label` and `serve`: loopback, a token, nothing loaded from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
+from typing import Any
 
+from calmatch import files
 from calmatch.spec import import_extra
 
-if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
+HERE = Path(__file__).parent
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 HEADERS = {
     "content-security-policy": (
@@ -106,14 +104,28 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
         raise ValueError("--port is at most 65535; 0 takes any that is free.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for wanted in (port, 0):
-        try:  # whoever comes from now on waits until the server runs
-            return socket.create_server((host, wanted), family=family, backlog=2048)
-        except OSError as error:
-            if not wanted:
-                why = str(error.strerror).partition(" (while")[0]  # the address is in our sentence
-                raise ValueError(f"Cannot listen on {host}: {why}.") from error
-    raise AssertionError
+    place: Any = {"family": family, "backlog": 2048}  # who comes from now on waits for the server
+    with suppress(OSError):
+        return socket.create_server((host, port), **place)
+    try:
+        return socket.create_server((host, 0), **place)
+    except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]  # the address is in our sentence
+        raise ValueError(f"Cannot listen on {host}: {why}.") from error
+
+
+def page_routes(name: str) -> list[Any]:
+    """A page of this folder with its style and its script; and no icon, for which browsers ask."""
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    def send(address: str, ending: str, kind: str) -> Any:
+        content = files.read_bytes(HERE / f"{name}.{ending}")
+        return Route(address, lambda _: Response(content, media_type=kind))
+
+    page, style = send("/", "html", "text/html"), send(f"/{name}.css", "css", "text/css")
+    icon = Route("/favicon.ico", lambda _: Response(status_code=204))
+    return [page, style, send(f"/{name}.js", "js", "text/javascript"), icon]
 
 
 def build_app(
@@ -124,14 +136,13 @@ def build_app(
     limit: int,
     hosts: Sequence[str] | None = LOOPBACK,
     lifespan: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
-) -> Starlette:
+) -> Any:
     """Routes behind the guard, for the socket they will be served on."""
     why = "This needs a web server: pip install 'calmatch[web]'."
     apps, middleware = import_extra(why, "starlette.applications", "starlette.middleware")
     port = place.getsockname()[1]
     guard = middleware.Middleware(Guard, token=token, hosts=hosts, port=port, limit=limit)
-    app: Starlette = apps.Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)
-    return app
+    return apps.Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)
 
 
 def run(app: Any, place: socket.socket) -> None:

@@ -1,7 +1,5 @@
 """`calmatch label`: pictures in the browser, one by one; every answer is saved at once."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io
@@ -22,23 +20,15 @@ from typing import Any
 import numpy as np
 
 from calmatch import console, files, ops, posthoc
+from calmatch.data import folder
 from calmatch.data import images as stored
-from calmatch.data.folder import (
-    UNLABELLED,
-    ImageFolder,
-    decode_folder,
-    list_images,
-    match_labels,
-    read_labels,
-)
 from calmatch.fit import ask, portfolio
 from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
-from calmatch.web import build_app, listen, run
+from calmatch.web import build_app, listen, page_routes, run
 
-HERE = Path(__file__).parent
 LIMIT = 1 << 18  # bytes of a request
 SHOWN, SMALL, TINY = 1200, 256, 128  # pixels: of a picture, of one in a grid; below, no JPEG
 GROUP, PAGE, AHEAD = 12, 60, 8  # pictures in a group, on a page of the list, chosen beforehand
@@ -64,7 +54,7 @@ def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
     path = options.labels
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # else a file took its place
-    names, skipped = list_images(options.pictures)
+    names, skipped = folder.list_images(options.pictures)
     usable, odd = [name for name in names if _is_plain(name)], "a CSV cannot hold its name"
     skipped += [stored.Skipped(stored.valid_text(n), odd) for n in names if not _is_plain(n)]
     with _hold(path):
@@ -93,7 +83,7 @@ def _is_plain(name: str) -> bool:
 def _by_class_folder(names: Sequence[str]) -> dict[str, str]:
     """Labels as `fit` sees them, where a folder `unlabelled` says that the others are classes."""
     first = {name: name.partition("/")[0] for name in names if "/" in name}
-    classes = {text for text in first.values() if text.lower() not in UNLABELLED}
+    classes = {text for text in first.values() if text.lower() not in folder.UNLABELLED}
     if len(classes) == len(set(first.values())):
         return {}
     return {name: text.strip() for name, text in first.items() if text in classes}
@@ -153,7 +143,7 @@ class Answers:
             )
         if not any(line.strip(" ,\t") for line in lines[1:]):
             return {}
-        return match_labels(read_labels(path, names), names, path)
+        return folder.match_labels(folder.read_labels(path, names), names, path)
 
     def _table(self, path: Path) -> str:
         text = io.StringIO()
@@ -216,7 +206,7 @@ class Answers:
 
 def open_session(
     options: LabelOptions, answers: Answers, names: Sequence[str], skipped: list[stored.Skipped]
-) -> Session:
+) -> "Session":
     """Features of the pictures that may be asked for: a random sample of many, and labelled ones.
 
     All are in the order of a hash of their names: the same tomorrow, and as good as random.
@@ -236,9 +226,9 @@ def open_session(
     for note in notes:
         console.message(note, options.quiet)
     extractor = portfolio.load_extractor(net, None, device)
-    listed = ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
+    listed = folder.ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
     with console.ProgressBar("decoding", len(chosen), 0, options.quiet, unit="pictures") as bar:
-        pixels, own = decode_folder(listed, extractor.views.source, False, bar, squash=True)
+        pixels, own = folder.decode_folder(listed, extractor.views.source, False, bar, squash=True)
     if len(own.names) < 3:
         raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
     features = compute_features(extractor, pixels, options.quiet)
@@ -503,10 +493,8 @@ class Fit:
             encoding="utf-8",
             errors="replace",
         )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        self.lines.extend(map(str.rstrip, self.process.stdout or ()))
+        said = map(str.rstrip, self.process.stdout or ())  # as it is said, in the thread
+        threading.Thread(target=self.lines.extend, args=(said,), daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
         """How far it is."""
@@ -521,10 +509,6 @@ def routes(session: Session) -> list[Any]:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-
-    def page(name: str, kind: str) -> Any:
-        content = (HERE / name).read_bytes()
-        return lambda request: Response(content, media_type=kind)
 
     def see(request: Request) -> Response:
         views = {
@@ -576,10 +560,7 @@ def routes(session: Session) -> list[Any]:
             return JSONResponse({"error": why}, 507)
 
     return [
-        Route("/", page("label.html", "text/html; charset=utf-8")),
-        Route("/label.css", page("label.css", "text/css; charset=utf-8")),
-        Route("/label.js", page("label.js", "text/javascript; charset=utf-8")),
-        Route("/favicon.ico", lambda request: Response(status_code=204)),
+        *page_routes("label"),
         Route("/picture/{row:int}", picture),
         Route("/see/{what:str}/{row:int}", see),
         Route("/report", report),

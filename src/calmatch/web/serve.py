@@ -1,7 +1,5 @@
 """`calmatch serve`: a model over HTTP, its requests in batches, and a page to drop an image on."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import os
@@ -14,8 +12,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +20,9 @@ import torch
 from calmatch import __version__, console, files, load, nets, ops
 from calmatch.data.images import DECODED, decode, open_image
 from calmatch.model import Model
-from calmatch.web import LOOPBACK, build_app, listen, run
+from calmatch.options import ServeOptions
+from calmatch.web import HERE, LOOPBACK, build_app, listen, page_routes, run
 
-if TYPE_CHECKING:
-    from calmatch.options import ServeOptions
-
-HERE = Path(__file__).parent
 PATIENCE = 30.0  # seconds that a request may take to arrive
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # buckets of the time that an answer took
 Reply = tuple[int, dict[str, Any]]  # an HTTP status, and what is sent as JSON
@@ -78,12 +72,8 @@ class Service:
         self.batches, self.lock = 0, threading.Lock()
 
     def routes(self) -> list[Any]:
-        from starlette.responses import JSONResponse, PlainTextResponse, Response
+        from starlette.responses import JSONResponse, PlainTextResponse
         from starlette.routing import Route
-
-        def send(name: str, kind: str) -> Any:
-            text = files.read_text(HERE / name)
-            return Route(f"/{name}", lambda _: Response(text, media_type=kind))
 
         async def predict(request: Any) -> Any:
             began = time.monotonic()
@@ -92,16 +82,13 @@ class Service:
             again = {"retry-after": "1"} if status == 503 else None
             return JSONResponse(body, status, again)
 
-        page, about = files.read_text(HERE / "serve.html"), files.read_json(HERE / "openapi.json")
+        about = files.read_json(HERE / "openapi.json")
         about["info"]["version"] = __version__
         limits = f" At most {self.limit:,} bytes and {self.pixels:,.0f} pixels."
         about["paths"]["/predict"]["post"]["description"] += limits
         return [
-            Route("/", lambda _: Response(page, media_type="text/html")),
-            send("serve.js", "text/javascript"),
-            send("serve.css", "text/css"),
+            *page_routes("serve"),
             Route("/predict", predict, methods=["POST"]),
-            Route("/favicon.ico", lambda _: Response(status_code=204)),
             Route("/openapi.json", lambda _: JSONResponse(about)),
             Route("/health", lambda _: JSONResponse(self.health())),
             Route("/metrics", lambda _: PlainTextResponse(self.metrics())),
