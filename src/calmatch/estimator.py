@@ -117,8 +117,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ids
 
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
-        own: Any = {"lr": crossval.head_rate(x.shape[1]), "seed": self.seed_}
-        config = crossval.head_config(self.method or METHOD, self.penalty, self.steps, **own)
+        asked = (self.method or METHOD, self.penalty, self.steps, self.seed_)
+        config = crossval.head_config(*asked, x.shape[1])
         scale = float(x.abs().max()) or 1.0  # squares of tiny or huge numbers are no numbers
         scaled = x.double() / scale
         self.held_out_, self.evaluated_ = None, None
@@ -198,7 +198,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         centred = x - x.mean(0)
         space = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
         probs = self.predict_proba(x)
-        return ask.ask([space], np.flatnonzero(ids >= 0), probs, n, seed=self.seed_).rows
+        return ask.ask([space], np.flatnonzero(ids >= 0), probs, n, seed=self.seed_)
 
     def _repr_html_(self) -> str:
         """scikit-learn's drawing; of a fitted one also its out-of-fold reliability."""

@@ -39,10 +39,6 @@ class HeldOut(NamedTuple):
     rows: list[int]  # of the training images, or of the held-out ones
     folds: int  # predicted by so many fold models; 0: held out, by the model itself
 
-    @property
-    def crossfit(self) -> bool:
-        return self.folds > 0
-
 
 def cross_validate(frozen: FrozenRun, *, quiet: bool = True) -> HeldOut:
     """Refit the head without each fold of labels and predict that fold.
@@ -141,7 +137,7 @@ class Outcome(NamedTuple):
     scores: Mapping[str, float]  # of all candidates, by name
     note: str  # how it was evaluated
     logits: Tensor | None = None  # of all images, where they are known
-    teaching: Sequence[int] = ()  # images whose label would teach most, where that is known
+    teaching: Any = ()  # rows of images whose label would teach most, where that is known
 
 
 def calibrate(
@@ -171,8 +167,8 @@ def calibrate(
         after["error"] = error
     return Calibration(
         scaling,
-        posthoc.conformal(probs, y, cross_fitted=held.crossfit),
-        posthoc.selective(confidence, guess == y, cross_fitted=held.crossfit),
+        posthoc.conformal(probs, y, cross_fitted=held.folds > 0),
+        posthoc.selective(confidence, guess == y, cross_fitted=held.folds > 0),
         log_probs.float(),
         measure_few(z, y, 0),
         after,
@@ -298,25 +294,18 @@ class FrozenRun:
         return transform
 
 
-def head_config(method: str, penalty: str | None, steps: int | None, **settings: Any) -> Config:
-    """How a head learns by a method; settings change what `fit` and the estimator share."""
+def head_config(
+    method: str, penalty: str | None, steps: int | None, seed: int, width: int, batch: int = 64
+) -> Config:
+    """How a head on vectors of so many features, of variance 1 or so, learns by a method."""
     steps = 300 if steps is None else steps
-    semi = bool(methods.find(method).u_views)
-    shared: Any = {"batch": 64, "ratio": 3, "ema": 0.9, "compile": False, "device": "cpu"}
     penalty = PENALTY if penalty is None else penalty
-    config = Config(
-        method=methods.adapt_momentum(method, steps),
-        penalty=penalty if semi else "",
-        steps=steps,
-        **{**shared, **settings},
-    )
+    rate = min(0.05, 1e-3 * math.sqrt(1280 / width))
+    config = Config(method=methods.adapt_momentum(method, steps), steps=steps, lr=rate, seed=seed)
+    config = config.replace(penalty=penalty if methods.find(method).u_views else "", batch=batch)
+    config = config.replace(ratio=3, ema=0.9, compile=False, device="cpu")
     check_config(config)
     return config
-
-
-def head_rate(width: int) -> float:
-    """A learning rate for vectors of so many features, of variance 1 or so."""
-    return min(0.05, 1e-3 * math.sqrt(1280 / width))
 
 
 def freeze_vectors(

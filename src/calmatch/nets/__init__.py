@@ -139,17 +139,6 @@ def pooled_features(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     return model.forward_head(final, pre_logits=True), torch.cat([*means, *logs], 1)
 
 
-@torch.no_grad()
-def pooled_widths(net: nn.Module, size: int) -> tuple[int, int]:
-    """D and M of `pooled_features`, measured with one black image where the network has no note."""
-    noted: tuple[int, int] | None = getattr(getattr(net, "model", None), "widths", None)
-    if noted is not None:
-        return noted
-    pixels = torch.zeros(1, 3, size, size, device=next(net.parameters()).device)
-    last, stages = pooled_features(net.eval(), pixels)
-    return last.shape[1], stages.shape[1]
-
-
 def classifier(net: nn.Module, features: int, classes: int) -> nn.Linear:
     """The last layer, which turns features into logits."""
     layers = [m for m in net.modules() if isinstance(m, nn.Linear)]
