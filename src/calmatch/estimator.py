@@ -57,14 +57,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         device: str = "auto",
         random_state: Any = 0,
     ) -> None:
-        self.method = method
-        self.penalty = penalty
-        self.net = net
-        self.frozen = frozen
-        self.tta = tta
-        self.steps = steps
-        self.minutes = minutes
-        self.device = device
+        self.method, self.penalty, self.net, self.frozen = method, penalty, net, frozen
+        self.tta, self.steps, self.minutes, self.device = tta, steps, minutes, device
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
@@ -183,8 +177,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """The most probable class of each row."""
-        probs = self.predict_proba(X)
-        labels: Array = self.classes_[probs.argmax(1)]
+        labels: Array = self.classes_[self.predict_proba(X).argmax(1)]
         return labels
 
     def ask(self, n: int = 10) -> Array:

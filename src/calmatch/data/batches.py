@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -266,10 +267,10 @@ def place_images(
         return Stream(images, rows, device, workers)
     if isinstance(images, Tensor) and device.type == "cpu":
         return Resident(images[rows], device)
-    copy = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
-    for into, some in zip(copy.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
+    placed = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
+    for into, some in zip(placed.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
         into.copy_(take_images(images, some))  # never all of them on the host
-    return Resident(copy, device)
+    return Resident(placed, device)
 
 
 class Resident:
@@ -290,9 +291,11 @@ class Resident:
         """All images in order."""
         yield from self.images.split(size)
 
-    def some(self, rows: Tensor) -> Resident:
+    def some(self, rows: Tensor) -> Self:
         """Only these rows."""
-        return Resident(self.images[rows.to(self.device)], self.device)
+        other = copy.copy(self)
+        other.images = self.images[rows.to(self.device)]
+        return other
 
 
 class FileSource(Resident):
@@ -300,16 +303,13 @@ class FileSource(Resident):
 
     def __init__(self, cached: CachedImages) -> None:
         super().__init__(cached.rows, torch.device("cpu"))
-        self.cached = cached
+        self.file = cached.file
 
     def chunk(self, number: int) -> Tensor:
-        return self.cached.take(self.plan(number))
+        return self.file.take(super().chunk(number))
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        yield from map(self.cached.file.take, self.images.split(size))
-
-    def some(self, rows: Tensor) -> FileSource:
-        return FileSource(self.cached.some(rows))
+        yield from map(self.file.take, self.images.split(size))
 
 
 class Stream:

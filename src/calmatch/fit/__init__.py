@@ -139,21 +139,11 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     for line in text.describe_candidates(candidates, best):
         console.message(line, quiet)
     text.show_stage(5, quiet)
-    held = crossval.HeldOut(
-        torch.from_numpy(best.log_probs),
-        torch.from_numpy(best.labels),
-        [int(rows[k]) for k in best.rows],
-        portfolio.FOLDS,
-    )
+    known = torch.from_numpy(best.log_probs), torch.from_numpy(best.labels)
+    held = crossval.HeldOut(*known, rows[best.rows].tolist(), portfolio.FOLDS)
     _write_head(job, extractor, embedding, best, own)
-    base = runs.Result(
-        title="",
-        classes=own.classes,
-        metrics={},
-        images={"labelled": len(own.known), "unlabelled": own.labels.count(-1)},
-        notes=(*own.notes, *notes),
-        weights="plain",
-    )
+    numbers = {"labelled": len(own.known), "unlabelled": own.labels.count(-1)}
+    base = runs.Result("", own.classes, {}, images=numbers, notes=(*own.notes, *notes))
     calibration = crossval.calibrate(held, best.fitted.temperature, best.error)
     if best.network is not None and refinement is not None:
         logits = torch.from_numpy(refinement.predict(best.network, images))
@@ -218,7 +208,8 @@ def _head_logits(
 ) -> Tensor:
     """What the model says of the pool, by the features that are there."""
     logits = []
-    for part in pool.parts():
+    for start in range(0, len(pool.rows), features.BLOCK):
+        part = pool.some(slice(start, start + features.BLOCK))
         last = np.mean(part.last, 0)
         inputs = portfolio.student_input(embedding.spaces(part)) if best.embedded else last
         logits.append(inputs @ best.weights[:-1] + best.weights[-1])

@@ -17,11 +17,12 @@ from scipy import stats
 from torch import Generator, Tensor, nn
 
 from calmatch import console, files, methods, metrics, posthoc
-from calmatch.core import Output, RandomStream, Transform
+from calmatch.core import RandomStream, Transform
 from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import Images
 from calmatch.fit.plan import PENALTY
+from calmatch.nets.classic import Layered
 from calmatch.runs import Result
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train, train_in_memory, train_together
@@ -154,12 +155,11 @@ def calibrate(
     else:
         scaling = cautious_temperature(z, y, held.folds)
     log_probs = scaling(z).double()
-    if temperature is None:
-        for fold in folds([0] * len(y), 0):
-            others = torch.ones(len(y), dtype=torch.bool)
-            others[fold] = False
-            own = cautious_temperature(z[others], y[others], held.folds)
-            log_probs[fold] = own(z[fold]).double()
+    for fold in folds([0] * len(y), 0) if temperature is None else ():
+        others = torch.ones(len(y), dtype=torch.bool)
+        others[fold] = False
+        own = cautious_temperature(z[others], y[others], held.folds)
+        log_probs[fold] = own(z[fold]).double()
     probs = log_probs.exp()
     confidence, guess = probs.max(1)
     after = measure_few(log_probs, y, RESAMPLES)
@@ -212,29 +212,10 @@ class VectorRows(Resident):
         super().__init__(rows, store.device)
         self.store = store
 
-    def some(self, rows: Tensor) -> VectorRows:
-        """Only these rows."""
-        return VectorRows(self.store, self.images[rows.to(self.device)])
-
     def batches(self, size: int) -> Iterator[Tensor]:
         """The vectors as they are, in order."""
         for rows in self.images.split(size):
             yield self.store[rows, 0][:, :, None, None]
-
-
-class Head(nn.Module):
-    """One linear layer that starts at zero: every class equally likely."""
-
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__()
-        self.width = width
-        self.linear = nn.Linear(width, classes)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, pixels: Tensor) -> Output:
-        features = pixels[:, :, 0, 0]
-        return Output(self.linear(features), features)
 
 
 @dataclass
@@ -253,7 +234,7 @@ class FrozenRun:
         """Weight and bias, on vectors as they came, of a head that learned from all rows."""
         parts = self.parts(self.split)
         train_in_memory(self.config, parts)
-        linear = parts.evaluated.get_submodule("body.linear")
+        linear = parts.evaluated.get_submodule("body.head")
         assert isinstance(linear, nn.Linear)
         weight, bias = (part.detach().cpu().double() for part in (linear.weight, linear.bias))
         weight = weight / self.std
@@ -281,7 +262,14 @@ class FrozenRun:
             ([0.0] * width, [1 / 255] * width),  # they undo the division of bytes by 255
             (width, 1, 1),
         )
-        return assemble(self.config, material, lambda: Head(width, len(self.classes)))
+        return assemble(self.config, material, self._head)
+
+    def _head(self) -> nn.Module:
+        """One linear layer that starts at zero: every class equally likely."""
+        body = Layered(len(self.classes), self.store.shape[2], nn.Flatten())
+        for parameter in body.parameters():
+            nn.init.zeros_(parameter)
+        return body
 
     def _view(self, kind: int) -> Transform:
         """What draws one stored view of each row."""

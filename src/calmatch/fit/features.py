@@ -53,11 +53,6 @@ class FeatureBlocks(NamedTuple):
         last, stages = np.split(joined.swapaxes(0, 1), [self.last], 2)
         return Features([*last], [*stages] if self.width > self.last else None)
 
-    def parts(self) -> Iterator[Features]:
-        """Of all images, some after the other."""
-        for start in range(0, len(self.rows), BLOCK):
-            yield self.some(slice(start, start + BLOCK))
-
 
 def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:
     """Features of all images in memory, from the cache where they are there."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from calmatch import augment, console, files, nets, spec
+from calmatch import augment, console, files, nets, ops, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
 from calmatch.data.images import Images, take_images
 from calmatch.fit import crossval, portfolio, text
@@ -240,9 +240,9 @@ class Refinement:
         free = np.setdiff1d(np.arange(len(inputs)), own)
         random = np.random.default_rng(self.job.options.seed)
         chance = Generator(device).manual_seed(self.job.options.seed)
-        shown = self.extractor.views.views
-        grey = not any(view.flipped for view in shown) and len(shown) > 1
-        views = [*map(augment.pipeline, choose_views(self.job.options, shown[0].size, grey)[:2])]
+        plain = self.extractor.views.views
+        grey = not any(view.flipped for view in plain) and len(plain) > 1
+        views = [*map(augment.pipeline, choose_views(self.job.options, plain[0].size, grey)[:2])]
         network.requires_grad_(True)
         groups = [{"params": part.parameters()} for part in (network.body, network.head)]
         optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)
@@ -254,8 +254,8 @@ class Refinement:
             rows = [random.choice(own, min(LABELLED, len(own)), replace=False)]
             if len(free):
                 rows.append(random.choice(free, min(UNLABELLED, len(free)), replace=False))
-            pairs = zip(views, rows, strict=False)  # there may be no unlabelled ones
-            pixels = torch.cat([view(self._pixels(some), chance) for view, some in pairs])
+            shown = zip(views, rows, strict=False)  # there may be no unlabelled ones
+            pixels = torch.cat([view(self._pixels(some), chance) for view, some in shown])
             target = torch.from_numpy(targets[np.concatenate(rows)]).to(device)
             weight = torch.cat([torch.full((len(some),), 1 / len(some)) for some in rows])
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -266,9 +266,8 @@ class Refinement:
             loss.backward()
             optimizer.step()
             schedule.step()
-            with torch.no_grad():
-                for mean, now in zip(average.parameters(), network.parameters(), strict=True):
-                    mean.lerp_(now, 1 - MOMENTUM)
+            pairs = zip(average.parameters(), network.parameters(), strict=True)
+            ops.update_average(list(pairs), MOMENTUM)
             if bar is not None:
                 bar.advance(1)
         network.load_state_dict(average.state_dict())

@@ -81,7 +81,11 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
     if file:
-        load_pretrained(built, item.name, file)
+        path = _download(item.name) if file == "usb" else Path(file)
+        state = fit_state(read_state(path), built.state_dict())
+        if not state:
+            raise ValueError(f"{path} has no weights that fit {item.name}.")
+        load_state(built, state, str(path))
     return built
 
 
@@ -156,15 +160,6 @@ PUBLISHED = {  # by name of the network, USB's checkpoints
     "vit_base_patch16_96": "mae_pretrain_vit_base.pth",
 }
 messages: list[str] = []  # what was loaded, for the run's notes
-
-
-def load_pretrained(net: nn.Module, name: str, source: str) -> None:
-    """Fill a network from a local file, or from USB's published one with `source="usb"`."""
-    path = _download(name) if source == "usb" else Path(source)
-    state = fit_state(read_state(path), net.state_dict())
-    if not state:
-        raise ValueError(f"{path} has no weights that fit {name}.")
-    load_state(net, state, str(path))
 
 
 def _download(name: str) -> Path:

@@ -88,9 +88,9 @@ class Modelled(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        for place, layer in list(model.named_modules()):
+        for layer in model.modules():
             if TrimmedConv2d.fits(layer):
-                model.set_submodule(place, TrimmedConv2d(layer))
+                layer.__class__ = TrimmedConv2d
 
     def forward(self, images: Tensor) -> Output:
         features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
@@ -237,12 +237,6 @@ class TrimmedConv2d(nn.Conv2d):
 
     cast = True  # autocast computes weight and bias in bfloat16, as it does Conv2d's
 
-    def __init__(self, like: nn.Conv2d) -> None:
-        size = (like.kernel_size[0], like.kernel_size[1])
-        pad = (size[0] // 2, size[1] // 2)
-        super().__init__(like.in_channels, like.out_channels, size, padding=pad, groups=like.groups)
-        self.weight, self.bias = like.weight, like.bias
-
     @staticmethod
     def fits(layer: nn.Module) -> bool:
         """Grouped, and its output as large as its input."""
@@ -264,7 +258,7 @@ class Layered(nn.Module):
 
     def __init__(self, classes: int, width: int, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*layers)
+        self.width, self.layers = width, nn.Sequential(*layers)
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Output:
