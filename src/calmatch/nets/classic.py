@@ -88,9 +88,9 @@ class Modelled(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        for layer in model.modules():
+        for place, layer in list(model.named_modules()):
             if TrimmedConv2d.fits(layer):
-                layer.__class__ = TrimmedConv2d
+                model.set_submodule(place, TrimmedConv2d(layer))
 
     def forward(self, images: Tensor) -> Output:
         features = self.model.forward_head(self.model.forward_features(images), pre_logits=True)
@@ -236,6 +236,12 @@ class TrimmedConv2d(nn.Conv2d):
     """
 
     cast = True  # autocast computes weight and bias in bfloat16, as it does Conv2d's
+
+    def __init__(self, like: nn.Conv2d) -> None:
+        size = (like.kernel_size[0], like.kernel_size[1])
+        pad = (size[0] // 2, size[1] // 2)
+        super().__init__(like.in_channels, like.out_channels, size, padding=pad, groups=like.groups)
+        self.weight, self.bias = like.weight, like.bias
 
     @staticmethod
     def fits(layer: nn.Module) -> bool:
