@@ -213,6 +213,13 @@ def load(path: Path) -> tuple[portfolio.Features, Any, Any]:
     return portfolio.Features(last, stages), labels, size
 
 
+def first_images(features: portfolio.Features, number: int) -> portfolio.Features:
+    """Only so many images."""
+    both = (features.last, features.stages or [])
+    last, stages = ([view[:number] for view in views] for views in both)
+    return portfolio.Features(last, stages or None)
+
+
 def learn(path: Path, each: int, splits: range) -> None:
     """What `fit` learns from these label splits: all its students."""
     todo = {k: path.parent / "splits" / f"{path.stem}-{each}-{k}.npz" for k in splits}
@@ -220,7 +227,7 @@ def learn(path: Path, each: int, splits: range) -> None:
     if not todo:
         return
     features, labels, size = load(path)
-    pool, classes = features.some(slice(0, size)), int(labels.max()) + 1
+    pool, classes = first_images(features, size), int(labels.max()) + 1
     teachers = Recorder(portfolio.Embedding.fit(pool).spaces(pool), classes)
     bar = console.ProgressBar("", 1, 0, True)
     for split, target in todo.items():
@@ -274,7 +281,7 @@ def cases(work: Path, each: int | None = None) -> Iterator[Case]:
     """Every label split that is stored."""
     for path in sorted(work.glob("*.npz")):
         features, labels, size = load(path)
-        space = portfolio.Embedding.fit(features.some(slice(0, size))).spaces(features)
+        space = portfolio.Embedding.fit(first_images(features, size)).spaces(features)
         inputs = portfolio.student_input(space)
         for split in sorted((work / "splits").glob(f"{path.stem}-{each or '*'}-*.npz")):
             with np.load(split) as stored:

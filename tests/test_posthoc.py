@@ -294,7 +294,7 @@ def test_sets_hold_the_top_class_grow_with_coverage_and_survive_json(raw, score,
     assert sets.gather(1, y[:, None]).sum() >= math.ceil(15 * coverage)  # its own labels, surely
     wider = posthoc.conformal(p, y, coverage=min(0.99, coverage + 0.04), score=score)
     assert (wider.sets(p) >= sets).all()
-    again = posthoc.load_conformal(json.loads(json.dumps(rule._asdict())))
+    again = posthoc.load_rule(json.loads(json.dumps(rule._asdict())), posthoc.Conformal)
     assert torch.equal(again.sets(p), sets)
 
 
@@ -374,7 +374,7 @@ def test_a_threshold_answers_ties_together_and_its_bound_holds(n, seed, levels):
     c = np.floor(rng.random(n) * levels) / levels + (1 / levels if levels == 1 else 0)
     right = rng.random(n) < 0.98
     rule = posthoc.selective(c, right)
-    again = posthoc.load_selective(json.loads(json.dumps(rule._asdict())))
+    again = posthoc.load_rule(json.loads(json.dumps(rule._asdict())), posthoc.Selective)
     assert again == rule
     if rule.threshold is None:
         assert rule.missing == max(0, 59 - n)
@@ -410,17 +410,17 @@ def test_wrong_input_to_the_promise_is_refused(c, r, change, words):
         posthoc.selective(c, r, **change)
 
 
-@pytest.mark.parametrize("load", [posthoc.load_conformal, posthoc.load_selective])
+@pytest.mark.parametrize("kind", [posthoc.Conformal, posthoc.Selective])
 @pytest.mark.parametrize("key", ["labels", "threshold", "coverage", "cross_fitted"])
 @pytest.mark.parametrize("value", ["x", -1e400, [], {}])
-def test_malformed_rules_are_refused(load, key, value):
+def test_malformed_rules_are_refused(kind, key, value):
     z, y = drawn(80, 3, spread=20.0)
     good = {
-        posthoc.load_conformal: posthoc.conformal(z.softmax(1), y)._asdict(),
-        posthoc.load_selective: posthoc.selective(z.softmax(1).amax(1), z.argmax(1) == y)._asdict(),
-    }[load]
-    load(good)
+        posthoc.Conformal: posthoc.conformal(z.softmax(1), y)._asdict(),
+        posthoc.Selective: posthoc.selective(z.softmax(1).amax(1), z.argmax(1) == y)._asdict(),
+    }[kind]
+    posthoc.load_rule(good, kind)
     with pytest.raises(ValueError, match="malformed"):
-        load(good | {key: value})
+        posthoc.load_rule(good | {key: value}, kind)
     with pytest.raises(ValueError, match="malformed"):
-        load([good])
+        posthoc.load_rule([good], kind)

@@ -289,8 +289,8 @@ def _blend_grey(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     colour, sharp = (_is(op, name)[:, None, None, None] for name in ("color", "sharpness"))
     plain = images.float()
     base = torch.where(colour, grey(images).float(), torch.where(sharp, _smooth(plain), plain))
-    mixed = base + (plain - base) * value[:, None, None, None]
-    return torch.where(colour | sharp, mixed.clamp(0, 255).to(torch.uint8), images)
+    mixed = _blend(base, images, value[:, None, None, None])
+    return torch.where(colour | sharp, mixed, images)
 
 
 def _smooth(images: Tensor) -> Tensor:

@@ -57,14 +57,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         device: str = "auto",
         random_state: Any = 0,
     ) -> None:
-        self.method = method
-        self.penalty = penalty
-        self.net = net
-        self.frozen = frozen
-        self.tta = tta
-        self.steps = steps
-        self.minutes = minutes
-        self.device = device
+        self.method, self.penalty, self.net, self.frozen = method, penalty, net, frozen
+        self.tta, self.steps, self.minutes, self.device = tta, steps, minutes, device
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
@@ -119,8 +113,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return ids
 
     def _fit_vectors(self, x: Tensor, ids: Tensor) -> None:
-        own: Any = {"lr": crossval.head_rate(x.shape[1]), "seed": self.seed_}
-        config = crossval.head_config(self.method or METHOD, self.penalty, self.steps, **own)
+        asked = (self.method or METHOD, self.penalty, self.steps, self.seed_)
+        config = crossval.head_config(*asked, x.shape[1])
         scale = float(x.abs().max()) or 1.0  # squares of tiny or huge numbers are no numbers
         scaled = x.double() / scale
         self.held_out_, self.evaluated_ = None, None
@@ -185,8 +179,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """The most probable class of each row."""
-        probs = self.predict_proba(X)
-        labels: Array = self.classes_[probs.argmax(1)]
+        labels: Array = self.classes_[self.predict_proba(X).argmax(1)]
         return labels
 
     def ask(self, n: int = 10) -> Array:
@@ -200,7 +193,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         centred = x - x.mean(0)
         space = centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
         probs = self.predict_proba(x)
-        return ask.ask([space], np.flatnonzero(ids >= 0), probs, n, seed=self.seed_).rows
+        return ask.ask([space], np.flatnonzero(ids >= 0), probs, n, seed=self.seed_)
 
     def _repr_html_(self) -> str:
         """scikit-learn's drawing; of a fitted one also its out-of-fold reliability."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +99,11 @@ class Model:
     def quick(self) -> Network:
         """The network with its layers fused, made at the first prediction."""
         if self._quick is None:
-            self._quick = _fuse_network(self.network, self.size)
+            quick, own = self.network, self.network.net
+            if (body := fuse(own.body, self.size)) is not own.body:
+                quick = copy.copy(self.network)
+                quick._modules = {**quick._modules, "net": nets.Net(body, dict(own.heads))}
+            self._quick = quick.eval()
         return self._quick
 
     @torch.inference_mode()
@@ -114,9 +118,13 @@ class Model:
                 f"not {images.dtype} {list(images.shape)}."
             )
         network, logits = self.quick, [torch.empty(0, len(self.classes))]
-        with _full_precision():
+        before = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False  # its convolutions differ from the CPU's by 1e-3
+        try:
             for some in images.split(batch or nets.batch_size(self.device)):
                 logits.append(network(some.to(self.device)).float().cpu())
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
         return torch.cat(logits)
 
     def probabilities(self, images: Tensor, batch: int | None = None) -> Tensor:
@@ -167,27 +175,6 @@ class Model:
         ]
 
 
-def _fuse_network(network: Network, size: int) -> Network:
-    """The same network for prediction alone; where nothing can be fused, itself."""
-    body = fuse(network.net.body, size)
-    if body is network.net.body:
-        return network
-    quick = copy.copy(network)
-    quick._modules = {**network._modules, "net": nets.Net(body, dict(network.net.heads))}
-    return quick.eval()
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Convolutions without TF32, which differs from the CPU by 1e-3."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
-
-
 def load_model(
     folder: Path | str, *, device: str | torch.device = "cpu", trust: bool = False
 ) -> Model:
@@ -216,8 +203,8 @@ def read_calibration(note: Mapping[str, Any]) -> dict[str, Any]:
     """Calibration and promises of a model.json, every entry checked."""
     readers: dict[str, Callable[..., Any]] = {
         "calibration": posthoc.load_scaling,
-        "conformal": posthoc.load_conformal,
-        "selective": posthoc.load_selective,
+        "conformal": partial(posthoc.load_rule, kind=Conformal),
+        "selective": partial(posthoc.load_rule, kind=Selective),
     }
     return {key: read(note[key]) for key, read in readers.items() if note.get(key) is not None}
 

@@ -258,12 +258,11 @@ class SyncNorm(nn.modules.batchnorm._BatchNorm):
         return (centred * scale.view(shape) + self.bias.view(shape)).to(input.dtype)
 
 
-def synchronise_norms(net: nn.Module) -> nn.Module:
+def synchronise_norms(net: nn.Module) -> None:
     """Turn BatchNorm into its synchronised form when there is more than one rank."""
     for module in net.modules() if world_size() > 1 else ():
         if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d):
             module.__class__ = SyncNorm
-    return net
 
 
 def pick_device(name: str) -> torch.device:

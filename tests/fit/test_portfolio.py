@@ -123,7 +123,7 @@ def test_odd_sets_end_with_finite_numbers(counts, each):
     _, _, student = fitted(Features([x.astype(np.float32)]), labels, len(counts))
     assert np.isfinite(student.weights).all()
     assert 0 <= student.error[1] <= student.error[0] <= student.error[2] <= 1
-    assert np.isfinite(student.temperature)
+    assert np.isfinite(student.fitted.temperature)
 
 
 def test_features_are_computed_once_and_are_the_networks(tmp_path, monkeypatch):

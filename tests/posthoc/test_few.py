@@ -126,7 +126,7 @@ def test_a_promise_is_kept_where_the_temperature_is_known_and_gives_up_where_it_
     assert float(sure.double().mean()) == pytest.approx(rule.coverage, abs=1e-6)
     unknown = posthoc.few_label_promise(known._replace(log_sd=2.0), free, accuracy=0.9)
     assert unknown.threshold is None
-    assert posthoc.load_selective(rule._asdict()) == rule
+    assert posthoc.load_rule(rule._asdict(), posthoc.Selective) == rule
 
 
 def test_semi_conformal_sets_cover_and_are_steadier_than_conformal_ones():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ FOLDS = 5  # at most
 COPY_BLOCK = 4096  # images on their way to the device at once
 Ids = NDArray[np.int64]
 ChunkRows = Callable[[int], Tensor]  # the rows of chunk k
+Views = dict[str, list[Tensor]]  # of both sides, x and u
 
 
 class Split(NamedTuple):
@@ -183,7 +185,8 @@ class Batches:
         views, ids = self._chunks(number)
         own = {side: [ops.rank_share(view[place]) for view in views[side]] for side in "xu"}
         rows = {side: ops.rank_share(ids[side][place]) for side in "xu"}
-        return self._batch(own, rows, torch.full((), step, device=self.device), self._draws(step))
+        time = torch.full((), step, device=self.device)
+        return self._batch(own, rows, step=time, draws=self._draws(step))
 
     def whole(self, number: int) -> Batch:
         """All steps of a chunk at once: every tensor with an axis of steps in front."""
@@ -191,17 +194,17 @@ class Batches:
         draws = [self._draws(step) for step in range(first, end)]
         stacked = {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
         steps = torch.arange(first, end, device=self.device)
-        return self._batch(*self._chunks(number), steps, stacked)
+        return self._batch(*self._chunks(number), step=steps, draws=stacked)
 
     def rows(self, side: str, number: int, flat: bool = False) -> Tensor:
         """Rows of every step of a chunk: [chunk, rows], or all of them in a row."""
         steps = range(number * self.chunk, (number + 1) * self.chunk)
         return (torch.cat if flat else torch.stack)([self.orders[side][k] for k in steps])
 
-    def _make(self, number: int) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    def _make(self, number: int) -> tuple[Views, dict[str, Tensor]]:
         """All views of one chunk of steps, each [chunk, rows, 3, H, W]."""
         ids = {side: self.rows(side, number) for side in self.orders}
-        views: dict[str, list[Tensor]] = {"x": [], "u": []}
+        views: Views = {"x": [], "u": []}
         for side, names, stream in (
             ("x", self.method.x_views, RandomStream.LABELLED_VIEWS),
             ("u", self.method.u_views, RandomStream.UNLABELLED_VIEWS),
@@ -214,16 +217,10 @@ class Batches:
                 views[side].append(view.unflatten(0, ids[side].shape))
         return views, ids
 
-    def _batch(
-        self,
-        views: Mapping[str, list[Tensor]],
-        ids: Mapping[str, Tensor],
-        step: Tensor,
-        draws: dict[str, Tensor],
-    ) -> Batch:
+    def _batch(self, views: Views, ids: Mapping[str, Tensor], **chance: Any) -> Batch:
         x, u = (tuple(views[side]) for side in "xu")
         x_id, u_id = (ops.sent(ids[side], self.device) for side in "xu")
-        return Batch(x=x, y=self.labels[x_id], u=u, x_id=x_id, u_id=u_id, step=step, draws=draws)
+        return Batch(x, self.labels[x_id], u, x_id, u_id, **chance)
 
     def _draws(self, step: int) -> dict[str, Tensor]:
         """The method's random numbers; those with a row for every image are shared out."""
@@ -266,19 +263,14 @@ def place_images(
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if kind == "resident" or (kind == "auto" and need <= memory * free):
-        return Resident(_copy_to_device(images, rows, device), device)
-    return Stream(images, rows, device, workers)
-
-
-def _copy_to_device(images: Images, rows: Tensor, device: torch.device) -> Tensor:
-    """Images on the device, without a copy of all of them on the host."""
+    if kind != "resident" and (kind == "stream" or need > memory * free):
+        return Stream(images, rows, device, workers)
     if isinstance(images, Tensor) and device.type == "cpu":
-        return images[rows]
-    copy = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
-    for into, some in zip(copy.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
-        into.copy_(take_images(images, some))
-    return copy
+        return Resident(images[rows], device)
+    placed = torch.empty(len(rows), *images.shape[1:], dtype=torch.uint8, device=device)
+    for into, some in zip(placed.split(COPY_BLOCK), rows.split(COPY_BLOCK), strict=True):
+        into.copy_(take_images(images, some))  # never all of them on the host
+    return Resident(placed, device)
 
 
 class Resident:
@@ -299,9 +291,11 @@ class Resident:
         """All images in order."""
         yield from self.images.split(size)
 
-    def some(self, rows: Tensor) -> Resident:
+    def some(self, rows: Tensor) -> Self:
         """Only these rows."""
-        return Resident(self.images[rows.to(self.device)], self.device)
+        other = copy.copy(self)
+        other.images = self.images[rows.to(self.device)]
+        return other
 
 
 class FileSource(Resident):
@@ -309,16 +303,13 @@ class FileSource(Resident):
 
     def __init__(self, cached: CachedImages) -> None:
         super().__init__(cached.rows, torch.device("cpu"))
-        self.cached = cached
+        self.file = cached.file
 
     def chunk(self, number: int) -> Tensor:
-        return self.cached.take(self.plan(number))
+        return self.file.take(super().chunk(number))
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        yield from map(self.cached.file.take, self.images.split(size))
-
-    def some(self, rows: Tensor) -> FileSource:
-        return FileSource(self.cached.some(rows))
+        yield from map(self.file.take, self.images.split(size))
 
 
 class Stream:
@@ -363,15 +354,9 @@ class Stream:
             return images.to(self.device, non_blocking=True)
 
     def _load(self, order: Iterable[Tensor]) -> Iterator[Tensor]:
-        loader: DataLoader[Any] = DataLoader(
-            self.fetch,
-            batch_size=None,
-            sampler=order,
-            num_workers=self.workers,
-            prefetch_factor=2 if self.workers else None,
-            pin_memory=self.device.type == "cuda",
-        )
-        for images in loader:
+        how: Any = {"batch_size": None, "sampler": order, "num_workers": self.workers}
+        how |= {"prefetch_factor": 2} if self.workers else {}
+        for images in DataLoader(self.fetch, pin_memory=self.device.type == "cuda", **how):
             if isinstance(images, str):
                 raise ValueError(images)
             yield images

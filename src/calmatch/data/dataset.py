@@ -318,18 +318,12 @@ def _exact_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
 
 def _near_duplicates(train: Tensor, test: Tensor) -> list[tuple[int, int]]:
     """Pairs (test, training) of images that nearly agree: each one's nearest, if near."""
-    small = _mean_cells(train)
-    pairs = []
-    for start in range(0, len(test), CHECK_ROWS):
-        some = _mean_cells(test[start : start + CHECK_ROWS])
-        blocks = [torch.cdist(some, block).min(1) for block in small.split(4 * CHECK_ROWS)]
-        away, number = torch.stack([block.values for block in blocks]).min(0)
-        near = away / small.shape[1] ** 0.5 < (NEAR_SHARE * some.std(1)).clamp_max(NEAR)
-        for row in near.nonzero()[:, 0].tolist():
-            block = int(number[row])
-            nearest = 4 * CHECK_ROWS * block + int(blocks[block].indices[row])
-            pairs.append((start + row, nearest))
-    return pairs
+    from sklearn.metrics import pairwise_distances_argmin_min
+
+    known, asked = _mean_cells(train).numpy(), _mean_cells(test).numpy()
+    nearest, away = pairwise_distances_argmin_min(asked, known)
+    near = away / known.shape[1] ** 0.5 < np.minimum(NEAR_SHARE * asked.std(1, ddof=1), NEAR)
+    return [(row, int(nearest[row])) for row in np.flatnonzero(near).tolist()]
 
 
 def _mean_cells(images: Tensor) -> Tensor:

@@ -242,15 +242,10 @@ def leave_out_broken(
     return images.some(rows), folder.some(rows)._replace(skipped=tuple(skipped))
 
 
-class Arranged(NamedTuple):
-    """Rows to learn from, and rows with labels that are held out."""
-
-    train: list[int]
-    held: list[int]
-
-
-def arrange_rows(folder: ImageFolder, hold: float, most: int, seed: int) -> Arranged:
-    """Hold out a share of each class's labels; keep at most so many unlabelled images."""
+def arrange_rows(
+    folder: ImageFolder, hold: float, most: int, seed: int
+) -> tuple[list[int], list[int]]:
+    """Rows to learn from, with at most so many unlabelled ones; and a held-out share of labels."""
     random = np.random.default_rng([seed, 11])
     y = np.array(folder.labels)
     held: list[int] = []
@@ -263,7 +258,7 @@ def arrange_rows(folder: ImageFolder, hold: float, most: int, seed: int) -> Arra
     if most and len(spare) > most:
         spare = random.choice(spare, most, replace=False)
     train = sorted(set(np.flatnonzero(y >= 0).tolist()) - set(held)) + sorted(spare.tolist())
-    return Arranged(train, sorted(held))
+    return train, sorted(held)
 
 
 def own_images(
@@ -286,23 +281,19 @@ def own_images(
     """
     folder = read_folder(Path(root), Path(labels) if labels else None, strict)
     images, folder = decode_folder(folder, size, strict)
-    rows = arrange_rows(folder, hold, most, seed)
+    rows, held = arrange_rows(folder, hold, most, seed)
     y = torch.tensor(folder.labels)
-    counts = folder.some(rows.train).counts
+    counts = folder.some(rows).counts
     if 0 in counts:
         name = folder.classes[counts.index(0)]
         raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
-    test = rows.held or [k for k in rows.train if folder.labels[k] >= 0]
-    channels = (mean, std) if mean and std else _statistics(images, rows.train)
-    train = (images.some(rows.train), y[rows.train])
-    return Dataset(*train, images.some(test), y[test], folder.classes, *channels, counts)
-
-
-def _statistics(images: CachedImages | ImageFiles, rows: list[int]) -> tuple[Any, Any]:
-    """Channel means and deviations of up to 1,000 images."""
-    some = rows[:: max(1, len(rows) // 1000)]
-    flat = images.take(some).float().transpose(0, 1).flatten(1) / 255
-    return tuple(flat.mean(1).tolist()), tuple(flat.std(1).clamp_min(0.02).tolist())
+    test = held or [k for k in rows if folder.labels[k] >= 0]
+    if not (mean and std):  # by up to 1,000 images
+        flat = images.take(rows[:: max(1, len(rows) // 1000)]).float().transpose(0, 1).flatten(1)
+        flat = flat / 255
+        mean, std = tuple(flat.mean(1).tolist()), tuple(flat.std(1).clamp_min(0.02).tolist())
+    train = (images.some(rows), y[rows])
+    return Dataset(*train, images.some(test), y[test], folder.classes, mean, std, counts)
 
 
 def read_labels(path: Path, names: Iterable[str] = ()) -> list[LabelRow]:

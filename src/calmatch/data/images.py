@@ -471,9 +471,6 @@ class MappedArray:
     pages: mmap.mmap
     path: Path
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
     def take(self, *rows: Tensor) -> Tensor:
         """Some of it, as `tensor[rows]`."""
         values = self.tensor[rows]

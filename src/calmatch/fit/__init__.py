@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from calmatch.data.folder import (
     leave_out_broken,
     read_folder,
 )
-from calmatch.data.images import LARGEST_FILE, ImageFiles, Images, take_images
+from calmatch.data.images import LARGEST_FILE, ImageFiles, take_images
 from calmatch.fit import ask, crossval, features, plan, portfolio, text
 from calmatch.fit.whole import Refinement, can_refine, fit_whole, start_from
 from calmatch.model import are_tta, load_model, save_calibration, write_model
@@ -43,7 +43,8 @@ def fit(options: FitOptions, began: float | None = None) -> runs.Run:
     if folder.resolve().is_relative_to(options.pictures.resolve()):
         raise ValueError(f"{folder} lies among the pictures; choose another --out.")
     before = _read_earlier(folder, options)
-    if before and _is_finished(folder):
+    done = folder / "result.json"  # the trainer's own is only a part of a fit
+    if before and done.exists() and runs.read_result(done).evaluated_on != "test":
         console.message(f"{folder} is finished already.", options.quiet)
         return runs.load_run(folder)
     with files.lock(folder / "work"):  # the trainer locks the folder itself
@@ -72,12 +73,6 @@ def _read_earlier(folder: Path, options: FitOptions) -> dict[str, Any]:
     return earlier
 
 
-def _is_finished(folder: Path) -> bool:
-    """Whether a fit is done; the trainer's own result.json is only a part of it."""
-    path = folder / "result.json"
-    return path.exists() and runs.read_result(path).evaluated_on != "test"
-
-
 def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: float) -> runs.Run:
     text.show_stage(1, options.quiet)
     listed = read_folder(options.pictures, options.labels, options.strict)
@@ -98,13 +93,6 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: fl
     job = plan.FitJob(options, folder, listed, str(asked.net), tuple(notes), earlier, digest, began)
     outcome = fit_frozen(job, asked.size) if frozen else fit_whole(job, asked.size)
     return _finish(job, outcome)
-
-
-def _looks_grey(folder: ImageFolder, sample: int = 100) -> bool:
-    """Whether the images have no colour, by some of those that can be decoded."""
-    names = folder.names[:: max(1, len(folder.names) // sample)]
-    pixels = plan.decode_some(folder.root, names, 32)
-    return bool(pixels) and plan.is_grey(torch.from_numpy(np.stack(pixels)))
 
 
 def _digest(folder: ImageFolder) -> str:
@@ -143,29 +131,20 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
         some: Any = images.some(rows)
         parts = (extractor, embedding, teachers, some, labelled, y, student)
         refinement = Refinement(job, *parts)
-        if (refined := refinement.candidate()) is not None:
+        line = "  The whole network does not fit into the device's memory."
+        if (refined := console.unless_out_of_memory(refinement.candidate, line)) is not None:
             candidates.append(refined)
     text.show_stage(4, quiet)
     best = portfolio.choose(candidates) if options.method is None else candidates[-1]
     for line in text.describe_candidates(candidates, best):
         console.message(line, quiet)
     text.show_stage(5, quiet)
-    held = crossval.HeldOut(
-        torch.from_numpy(best.log_probs),
-        torch.from_numpy(best.labels),
-        [int(rows[k]) for k in best.rows],
-        portfolio.FOLDS,
-    )
+    known = torch.from_numpy(best.log_probs), torch.from_numpy(best.labels)
+    held = crossval.HeldOut(*known, rows[best.rows].tolist(), portfolio.FOLDS)
     _write_head(job, extractor, embedding, best, own)
-    base = runs.Result(
-        title="",
-        classes=own.classes,
-        metrics={},
-        images={"labelled": len(own.known), "unlabelled": own.labels.count(-1)},
-        notes=(*own.notes, *notes),
-        weights="plain",
-    )
-    calibration = crossval.calibrate(held, best.temperature, best.error)
+    numbers = {"labelled": len(own.known), "unlabelled": own.labels.count(-1)}
+    base = runs.Result("", own.classes, {}, images=numbers, notes=(*own.notes, *notes))
+    calibration = crossval.calibrate(held, best.fitted.temperature, best.error)
     if best.network is not None and refinement is not None:
         logits = torch.from_numpy(refinement.predict(best.network, images))
     else:
@@ -182,11 +161,9 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
         note = f"{note[:-1]}; the error also rests on how often models of disjoint labels agree on "
         note += "unlabelled pictures."
     chances = portfolio.softmax(logits.numpy()[rows])
-    teaching = rows[
-        ask.ask(teachers.spaces, labelled, chances, runs.ASKED, seed=options.seed).rows
-    ].tolist()
+    teaching = ask.ask(teachers.spaces, labelled, chances, runs.ASKED, seed=options.seed)
     return crossval.Outcome(
-        own, images, base, held, calibration, best.name, scores, note, logits, teaching
+        own, images, base, held, calibration, best.name, scores, note, logits, rows[teaching]
     )
 
 
@@ -194,7 +171,10 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     """The plan's views; images and folder without broken files; features; what to say of it."""
     options, listed, settled, quiet = job.options, job.listed, job.earlier, job.options.quiet
     if settled is None:
-        settled = plan.plan_features(job, extractor, _looks_grey(listed), ray)
+        names = listed.names[:: max(1, len(listed.names) // 100)]
+        some = plan.decode_some(listed.root, names, 32)
+        grey = bool(some) and plan.is_grey(torch.from_numpy(np.stack(some)))
+        settled = plan.plan_features(job, extractor, grey, ray)
         job.save(settled)
     known = are_tta(settled.get("views")) and isinstance(settled.get("note"), str)
     if not known or type(settled.get("images")) is not int:
@@ -228,7 +208,8 @@ def _head_logits(
 ) -> Tensor:
     """What the model says of the pool, by the features that are there."""
     logits = []
-    for part in pool.parts():
+    for start in range(0, len(pool.rows), features.BLOCK):
+        part = pool.some(slice(start, start + features.BLOCK))
         last = np.mean(part.last, 0)
         inputs = portfolio.student_input(embedding.spaces(part)) if best.embedded else last
         logits.append(inputs @ best.weights[:-1] + best.weights[-1])
@@ -255,11 +236,9 @@ def _fit_method_head(
     x = torch.from_numpy(plain)
     labels = torch.full((len(x),), -1)
     labels[torch.from_numpy(rows)] = torch.from_numpy(y)
-    own: Any = {"batch": options.batch or 64, "seed": options.seed}
-    own["lr"] = crossval.head_rate(x.shape[1])
-    config = crossval.head_config(str(options.method), options.penalty, options.steps, **own)
-    classes = student.log_probs.shape[1]
-    vectors = crossval.freeze_vectors(config, x, labels, classes)
+    asked = (str(options.method), options.penalty, options.steps, options.seed)
+    config = crossval.head_config(*asked, x.shape[1], options.batch or 64)
+    vectors = crossval.freeze_vectors(config, x, labels, student.log_probs.shape[1])
     held = crossval.cross_validate(vectors, quiet=options.quiet)
     weight, bias = vectors.train()
     weights = torch.cat([weight.T, bias[None]]).float().numpy()
@@ -279,31 +258,18 @@ def _write_head(
 ) -> None:
     """The network with its new last layer, and what a run folder holds besides."""
     folder, seed, size = job.folder, job.options.seed, extractor.views.source
-    classes, weights = len(own.classes), best.weights
-    net, body = portfolio.join_head(extractor, embedding, weights, best.embedded, classes)
-    config = Config(
-        dataset=plan.dataset_spec(job.options, size, 0.0, extractor.mean, extractor.std),
-        labels=0,
-        method=job.options.method or "supervised",
-        net=net,
-        seed=seed,
-        device=job.options.device,
-    )
+    parts = (best.weights, best.embedded, len(own.classes))
+    net, body = portfolio.join_head(extractor, embedding, *parts)
+    data = plan.dataset_spec(job.options, size, 0.0, extractor.mean, extractor.std)
+    config = Config(data, labels=0, net=net, seed=seed, device=job.options.device)
+    config = config.replace(method=job.options.method or "supervised")
     environment = describe_environment(extractor.device)
-    write_model(
-        folder,
-        nets.Net(body if best.network is None else best.network, {}),
-        net=net,
-        method="supervised",
-        classes=list(own.classes),
-        size=size,
-        squash=True,
-        tta=extractor.views.views,
-        mean=list(extractor.mean),
-        std=list(extractor.std),
-        versions=environment["versions"],
-        provenance={"data": config.dataset, "labels": len(own.known), "seed": seed},
-    )
+    entries: dict[str, Any] = {"net": net, "method": "supervised", "classes": list(own.classes)}
+    entries |= {"size": size, "squash": True, "tta": extractor.views.views}
+    entries |= {"mean": list(extractor.mean), "std": list(extractor.std)}
+    entries |= {"versions": environment["versions"]}
+    entries["provenance"] = {"data": data, "labels": len(own.known), "seed": seed}
+    write_model(folder, nets.Net(body if best.network is None else best.network, {}), **entries)
     files.write_json(folder / "config.json", config.dump())
     files.write_json(folder / "environment.json", environment)
 
@@ -311,14 +277,9 @@ def _write_head(
 def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
     """Calibrate, and write everything that outlives the fit; result.json says that it is done."""
     options, folder = job.options, job.folder
-    own, images, base, held, calibration, kept, scores, note, logits, teaching = outcome
-    save_calibration(
-        folder,
-        calibration.scaling,
-        calibration.conformal,
-        calibration.selective,
-        {"command": _command(options), "learned_by": kept},
-    )
+    own, base, held, calibration = outcome.own, outcome.base, outcome.held, outcome.calibration
+    origin = {"command": _command(options), "learned_by": outcome.kept}
+    save_calibration(folder, *calibration[:3], origin)
     names = [own.names[row] for row in held.rows]
     files.write_npz(
         folder / "predictions.npz",
@@ -327,10 +288,10 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
         labels=held.labels.numpy(),
         files=np.array(names),
     )
-    asked = _predict_unlabelled(folder, images, own, options, logits, teaching)
+    asked = _predict_unlabelled(job, outcome)
     rows = torch.tensor(held.rows)
     evaluated = runs.Predicted(
-        calibration.log_probs, lambda some: take_images(images, rows[some]), files=names
+        calibration.log_probs, lambda some: take_images(outcome.images, rows[some]), files=names
     )
     runs.write_examples(folder, evaluated, held.labels, asked)
     result = dataclasses.replace(
@@ -341,10 +302,10 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
         before_calibration={k: v.value for k, v in calibration.before.items()},
         calibration=calibration.scaling.dump(),
         interval="95 %; of all but the error by bootstrap over held-out labels",
-        evaluated_on="crossfit" if held.crossfit else "holdout",
-        evaluation_note=note,
-        kept=kept,
-        scores=scores,
+        evaluated_on="crossfit" if held.folds else "holdout",
+        evaluation_note=outcome.note,
+        kept=outcome.kept,
+        scores=outcome.scores,
         skipped=tuple(tuple(item) for item in own.skipped),
         images={**base.images, "test": len(held.labels)},
         commands=(_command(options),),
@@ -368,33 +329,22 @@ def _command(options: FitOptions) -> str:
     return shlex.join([*words, "--out", "NEW_FOLDER"])
 
 
-def _predict_unlabelled(
-    folder: Path,
-    images: Images,
-    own: ImageFolder,
-    options: FitOptions,
-    logits: Tensor | None,
-    teaching: Sequence[int],
-) -> runs.Predicted | None:
+def _predict_unlabelled(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Predicted | None:
     """Calibrated predictions of unlabelled images (a sample of many), kept with their names."""
+    options, own, images, logits = job.options, outcome.own, outcome.images, outcome.logits
     free = torch.tensor([k for k, label in enumerate(own.labels) if label < 0], dtype=torch.long)
     if not len(free):
         return None
-    best = torch.tensor(teaching, dtype=torch.long)
+    best = torch.as_tensor(outcome.teaching, dtype=torch.long)
     rows = torch.cat([runs.sample_rows(free, options.seed), best]).unique()  # in order
-    model = load_model(folder)
-    if logits is None:
-        parts = []
-        with console.ProgressBar("predicting", len(rows), 0, options.quiet, unit="pictures") as bar:
-            for some in rows.split(128):
-                parts.append(model.logits(take_images(images, some)))
-                bar.advance(len(some))
-        logits = torch.cat(parts)
-    else:
-        logits = logits[rows]
-    joined = model.calibration(logits).float()
+    model, parts = load_model(job.folder), [] if logits is None else [logits[rows]]
+    with console.ProgressBar("predicting", len(rows), 0, options.quiet, unit="pictures") as bar:
+        for some in rows.split(128) if logits is None else ():
+            parts.append(model.logits(take_images(images, some)))
+            bar.advance(len(some))
+    joined = model.calibration(torch.cat(parts)).float()
     names = [own.names[row] for row in rows.tolist()]
-    files.write_npz(folder / "unlabelled.npz", log_probs=joined.numpy(), files=np.array(names))
+    files.write_npz(job.folder / "unlabelled.npz", log_probs=joined.numpy(), files=np.array(names))
     taught = torch.searchsorted(rows, best) if len(best) else None
     shown = (joined, lambda ids: take_images(images, rows[ids]), rows, names, len(free), taught)
     return runs.Predicted(*shown)

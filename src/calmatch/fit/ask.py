@@ -90,9 +90,7 @@ class Questions:
         return np.asarray(self.order[: len(known) if known.all() else known.argmin()], np.int64)
 
 
-def ask(
-    spaces: Sequence[Array], rows: Any, probs: Array | None, n: int, *, seed: int = 0, fair: int = 0
-) -> Asked:
+def ask(spaces: Sequence[Array], rows: Any, probs: Array, n: int, *, seed: int) -> Rows:
     """`Questions.next` once; of many images it looks at a random sample of those without a label.
 
     `spaces` are unit vectors [N, d] of all images, the widest last; `rows` those that have a label.
@@ -105,8 +103,8 @@ def ask(
     own = [space[some] for space in spaces]
     questions = Questions(own, Teachers(own, 2).graph, seed=seed)
     known = np.searchsorted(some, rows)
-    asked = questions.next(known, None if probs is None else probs[some], n, fair=fair)
-    return Asked(some[asked.rows], asked.fair)
+    chosen: Rows = some[questions.next(known, probs[some], n, fair=0).rows]
+    return chosen
 
 
 class Learned(NamedTuple):

@@ -17,11 +17,12 @@ from scipy import stats
 from torch import Generator, Tensor, nn
 
 from calmatch import console, files, methods, metrics, posthoc
-from calmatch.core import Output, RandomStream, Transform
+from calmatch.core import RandomStream, Transform
 from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import Images
 from calmatch.fit.plan import PENALTY
+from calmatch.nets.classic import Layered
 from calmatch.runs import Result
 from calmatch.training.config import Config, check_config
 from calmatch.training.loop import train, train_in_memory, train_together
@@ -38,10 +39,6 @@ class HeldOut(NamedTuple):
     labels: Tensor  # [n]
     rows: list[int]  # of the training images, or of the held-out ones
     folds: int  # predicted by so many fold models; 0: held out, by the model itself
-
-    @property
-    def crossfit(self) -> bool:
-        return self.folds > 0
 
 
 def cross_validate(frozen: FrozenRun, *, quiet: bool = True) -> HeldOut:
@@ -141,7 +138,7 @@ class Outcome(NamedTuple):
     scores: Mapping[str, float]  # of all candidates, by name
     note: str  # how it was evaluated
     logits: Tensor | None = None  # of all images, where they are known
-    teaching: Sequence[int] = ()  # images whose label would teach most, where that is known
+    teaching: Any = ()  # rows of images whose label would teach most, where that is known
 
 
 def calibrate(
@@ -158,12 +155,11 @@ def calibrate(
     else:
         scaling = cautious_temperature(z, y, held.folds)
     log_probs = scaling(z).double()
-    if temperature is None:
-        for fold in folds([0] * len(y), 0):
-            others = torch.ones(len(y), dtype=torch.bool)
-            others[fold] = False
-            own = cautious_temperature(z[others], y[others], held.folds)
-            log_probs[fold] = own(z[fold]).double()
+    for fold in folds([0] * len(y), 0) if temperature is None else ():
+        others = torch.ones(len(y), dtype=torch.bool)
+        others[fold] = False
+        own = cautious_temperature(z[others], y[others], held.folds)
+        log_probs[fold] = own(z[fold]).double()
     probs = log_probs.exp()
     confidence, guess = probs.max(1)
     after = measure_few(log_probs, y, RESAMPLES)
@@ -171,8 +167,8 @@ def calibrate(
         after["error"] = error
     return Calibration(
         scaling,
-        posthoc.conformal(probs, y, cross_fitted=held.crossfit),
-        posthoc.selective(confidence, guess == y, cross_fitted=held.crossfit),
+        posthoc.conformal(probs, y, cross_fitted=held.folds > 0),
+        posthoc.selective(confidence, guess == y, cross_fitted=held.folds > 0),
         log_probs.float(),
         measure_few(z, y, 0),
         after,
@@ -216,29 +212,10 @@ class VectorRows(Resident):
         super().__init__(rows, store.device)
         self.store = store
 
-    def some(self, rows: Tensor) -> VectorRows:
-        """Only these rows."""
-        return VectorRows(self.store, self.images[rows.to(self.device)])
-
     def batches(self, size: int) -> Iterator[Tensor]:
         """The vectors as they are, in order."""
         for rows in self.images.split(size):
             yield self.store[rows, 0][:, :, None, None]
-
-
-class Head(nn.Module):
-    """One linear layer that starts at zero: every class equally likely."""
-
-    def __init__(self, width: int, classes: int) -> None:
-        super().__init__()
-        self.width = width
-        self.linear = nn.Linear(width, classes)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, pixels: Tensor) -> Output:
-        features = pixels[:, :, 0, 0]
-        return Output(self.linear(features), features)
 
 
 @dataclass
@@ -257,7 +234,7 @@ class FrozenRun:
         """Weight and bias, on vectors as they came, of a head that learned from all rows."""
         parts = self.parts(self.split)
         train_in_memory(self.config, parts)
-        linear = parts.evaluated.get_submodule("body.linear")
+        linear = parts.evaluated.get_submodule("body.head")
         assert isinstance(linear, nn.Linear)
         weight, bias = (part.detach().cpu().double() for part in (linear.weight, linear.bias))
         weight = weight / self.std
@@ -285,7 +262,14 @@ class FrozenRun:
             ([0.0] * width, [1 / 255] * width),  # they undo the division of bytes by 255
             (width, 1, 1),
         )
-        return assemble(self.config, material, lambda: Head(width, len(self.classes)))
+        return assemble(self.config, material, self._head)
+
+    def _head(self) -> nn.Module:
+        """One linear layer that starts at zero: every class equally likely."""
+        body = Layered(len(self.classes), self.store.shape[2], nn.Flatten())
+        for parameter in body.parameters():
+            nn.init.zeros_(parameter)
+        return body
 
     def _view(self, kind: int) -> Transform:
         """What draws one stored view of each row."""
@@ -298,25 +282,18 @@ class FrozenRun:
         return transform
 
 
-def head_config(method: str, penalty: str | None, steps: int | None, **settings: Any) -> Config:
-    """How a head learns by a method; settings change what `fit` and the estimator share."""
+def head_config(
+    method: str, penalty: str | None, steps: int | None, seed: int, width: int, batch: int = 64
+) -> Config:
+    """How a head on vectors of so many features, of variance 1 or so, learns by a method."""
     steps = 300 if steps is None else steps
-    semi = bool(methods.find(method).u_views)
-    shared: Any = {"batch": 64, "ratio": 3, "ema": 0.9, "compile": False, "device": "cpu"}
     penalty = PENALTY if penalty is None else penalty
-    config = Config(
-        method=methods.adapt_momentum(method, steps),
-        penalty=penalty if semi else "",
-        steps=steps,
-        **{**shared, **settings},
-    )
+    rate = min(0.05, 1e-3 * math.sqrt(1280 / width))
+    config = Config(method=methods.adapt_momentum(method, steps), steps=steps, lr=rate, seed=seed)
+    config = config.replace(penalty=penalty if methods.find(method).u_views else "", batch=batch)
+    config = config.replace(ratio=3, ema=0.9, compile=False, device="cpu")
     check_config(config)
     return config
-
-
-def head_rate(width: int) -> float:
-    """A learning rate for vectors of so many features, of variance 1 or so."""
-    return min(0.05, 1e-3 * math.sqrt(1280 / width))
 
 
 def freeze_vectors(

@@ -50,14 +50,8 @@ class FeatureBlocks(NamedTuple):
             name, shape = self.place(int(block))
             file = stored.open_array(stored.cache_folder() / f"{name}.npy", shape, np.float16)
             joined[own] = file.tensor.numpy()[places[own] % BLOCK]
-        parts = [(joined[:, k, : self.last], joined[:, k, self.last :]) for k in range(self.views)]
-        stages = [b for _, b in parts] if self.width > self.last else None
-        return Features([a for a, _ in parts], stages)
-
-    def parts(self) -> Iterator[Features]:
-        """Of all images, some after the other."""
-        for start in range(0, len(self.rows), BLOCK):
-            yield self.some(slice(start, start + BLOCK))
+        last, stages = np.split(joined.swapaxes(0, 1), [self.last], 2)
+        return Features([*last], [*stages] if self.width > self.last else None)
 
 
 def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:

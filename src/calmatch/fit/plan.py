@@ -138,18 +138,11 @@ def dataset_spec(
     options: FitOptions, size: int, hold: float, mean: Any, std: Any, most: int = 0
 ) -> str:
     """The spec of the images."""
-    arguments: dict[str, Any] = {
-        "root": str(options.pictures.resolve()),
-        "labels": str(options.labels.resolve()) if options.labels else "",
-        "size": size,
-        "hold": hold,
-        "most": most,
-        "seed": options.seed,
-        "mean": tuple(mean) if mean else None,
-        "std": tuple(std) if std else None,
-        "strict": options.strict,
-    }
-    return spec.write(spec.Spec("pictures", (), arguments))
+    labels = str(options.labels.resolve()) if options.labels else ""
+    arguments: dict[str, Any] = {"root": str(options.pictures.resolve()), "labels": labels}
+    arguments |= {"size": size, "hold": hold, "most": most, "seed": options.seed}
+    arguments |= {"mean": tuple(mean) if mean else None, "std": tuple(std) if std else None}
+    return spec.write(spec.Spec("pictures", (), {**arguments, "strict": options.strict}))
 
 
 def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None) -> dict[str, Any]:
@@ -315,25 +308,17 @@ def network_config(options: FitOptions, plan: FitPlan, alone: bool) -> Config:
     method, steps = options.method or METHOD, plan.alone_steps if alone else plan.steps
     semi = bool(methods.find(method).u_views) and not alone
     penalty = PENALTY if options.penalty is None else options.penalty
-    return Config(
-        dataset=dataset_spec(options, plan.size, plan.hold, plan.mean, plan.std, plan.most),
-        labels=0,
-        method="supervised" if alone else methods.adapt_momentum(method, steps),
-        penalty=penalty if semi else "",
-        net=plan.net,
-        weak=plan.weak,
-        strong=plan.strong,
-        batch=plan.batch,
-        ratio=plan.ratio,
-        steps=steps,
-        lr=plan.lr,
+    method = "supervised" if alone else methods.adapt_momentum(method, steps)
+    data = dataset_spec(options, plan.size, plan.hold, plan.mean, plan.std, plan.most)
+    config = Config(data, labels=0, method=method, penalty=penalty if semi else "", net=plan.net)
+    config = config.replace(weak=plan.weak, strong=plan.strong, batch=plan.batch, ratio=plan.ratio)
+    config = config.replace(steps=steps, lr=plan.lr, seed=options.seed, device=options.device)
+    config = config.replace(warmup=min(100, steps // 20), log_every=max(1, steps // 20))
+    cuda = ops.pick_device(options.device).type == "cuda"
+    return config.replace(
         ema=min(plan.ema, max(0.95, 1 - 10 / steps)),  # the start must not weigh on the end
-        warmup=min(100, steps // 20),
-        precision="bf16" if ops.pick_device(options.device).type == "cuda" else "fp32",
+        precision="bf16" if cuda else "fp32",
         compile=None if steps > COMPILE_FROM else False,
-        seed=options.seed,
-        device=options.device,
-        log_every=max(1, steps // 20),
     )
 
 
@@ -352,14 +337,12 @@ def choose_views(options: FitOptions, size: int, colourless: bool) -> tuple[str,
     strong = options.strong or f"flip|crop({pad})|randaugment(3)|cutout(0.5)"
     if not colourless or options.weak or options.strong:
         return weak, strong, []
-    return (
-        f"crop({max(1, size // 16)})",
-        "rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)",
-        [
-            "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
-            '--weak and --strong choose other views, "flip|crop(4)" for example.'
-        ],
+    strong = "rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)"
+    note = (
+        "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
+        '--weak and --strong choose other views, "flip|crop(4)" for example.'
     )
+    return f"crop({max(1, size // 16)})", strong, [note]
 
 
 def _time_step(config: Config) -> float:

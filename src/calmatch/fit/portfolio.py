@@ -8,15 +8,16 @@ fixed over ten datasets together, none for one of them (research/zoo.md).
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
+from scipy import sparse, special
 from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ NEIGHBOURS, DIFFUSION, DIFFUSION_ROUNDS = 10, 0.9, 60  # of label propagation
 STAGES = 0.5  # length of the earlier stages' features relative to the last layer's
 DECAY = 3e-2  # weight decay of the student
 MOST = 6000  # unlabelled images the teachers see: a graph of all would be quadratic
+softmax: Callable[[Any], Array] = functools.partial(special.softmax, axis=1)  # of each row
 BLAS = ThreadpoolController()  # on small matrices two of its threads take twice as long as one
 
 
@@ -41,13 +43,6 @@ class Features(NamedTuple):
 
     last: Sequence[Array]  # each [n, D], before the classifier
     stages: Sequence[Array] | None = None  # each [n, M]: means and log deviations of earlier maps
-
-    def some(self, rows: Any) -> Features:
-        """Only these images."""
-        return Features(
-            [view[rows] for view in self.last],
-            None if self.stages is None else [view[rows] for view in self.stages],
-        )
 
 
 @dataclass
@@ -110,12 +105,6 @@ def _last(features: Features) -> Array:
 def _unit(rows: Any) -> Array:
     length = np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
     return np.asarray(rows / length, np.float32)
-
-
-def softmax(logits: Any) -> Array:
-    """Of each row."""
-    exps = np.exp(logits - logits.max(1, keepdims=True))
-    return np.asarray(exps / exps.sum(1, keepdims=True), np.float32)
 
 
 def student_input(spaces: Sequence[Array]) -> Array:
@@ -230,14 +219,9 @@ class Candidate(NamedTuple):
     network: nn.Module | None = None  # whose layers all learned; None: the extractor's own
 
     @property
-    def temperature(self) -> float:
-        """Of the calibrated model."""
-        return self.fitted.temperature
-
-    @property
     def losses(self) -> Array:
         """Log-loss of each held-out label after calibration."""
-        logits = self.log_probs / self.temperature
+        logits = self.log_probs / self.fitted.temperature
         logits = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         return np.asarray(-logits[np.arange(len(self.labels)), self.labels], np.float32)
 
@@ -252,11 +236,8 @@ def fit_transductive(
     free = np.setdiff1d(np.arange(len(inputs)), rows)
     probs, places = [], []
     for repeat in range(REPEATS):
-        fold = folds_of(labels, repeat)
-        for number in range(FOLDS):
-            out = np.flatnonzero(fold == number)
+        for out, rest in folds_of(labels, repeat):
             if len(out):
-                rest = fold != number
                 own = teachers.student(rows[rest], labels[rest])
                 probs.append(softmax(inputs[rows[out]] @ own[:-1] + own[-1]))
                 places.append(out)
@@ -350,11 +331,9 @@ def fit_logistic(
     basis = np.linalg.qr(inputs[rows].T)[0]  # where the weights lie, whatever their decay
     inputs = inputs @ basis
     targets = np.eye(classes, dtype=np.float32)[labels]
-    fold = folds_of(labels, 0)
     probs: dict[float, list[Array]] = {float(c): [] for c in STRENGTHS}
     places = []
-    for number in range(FOLDS):
-        out, rest = np.flatnonzero(fold == number), fold != number
+    for out, rest in folds_of(labels, 0):
         if len(out):
             places.append(out)
             for c in probs:
@@ -390,15 +369,18 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def folds_of(labels: NDArray[Any], seed: int) -> NDArray[np.int64]:
-    """Stratified folds; a class of one label is never held out (-1), small ones start anywhere."""
+def folds_of(labels: NDArray[Any], seed: int) -> list[tuple[NDArray[Any], NDArray[np.bool_]]]:
+    """Of stratified folds the places held out, and where all others are.
+
+    A class of one label is never held out (-1), small ones start anywhere.
+    """
     random, fold = np.random.default_rng(seed), np.full(len(labels), -1)
     for c in np.unique(labels):
         rows = random.permutation(np.flatnonzero(labels == c))
         if len(rows) > 1:
             start = random.integers(FOLDS) if len(rows) < FOLDS else 0
             fold[rows] = (np.arange(len(rows)) + start) % FOLDS
-    return fold
+    return [(np.flatnonzero(fold == number), fold != number) for number in range(FOLDS)]
 
 
 def _halves_of(labels: NDArray[Any], seed: int) -> NDArray[np.bool_]:
@@ -433,12 +415,14 @@ class Extractor(NamedTuple):
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> Tensor:
         """Of uint8 images [B, 3, source, source]: features beside stage features [B, views, D]."""
+        shown = [self.normalise(view) for view in self.views(pixels.to(self.device))]
+        return torch.stack([torch.cat(nets.pooled_features(self.quick, x), 1) for x in shown], 1)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """As the network was shown images when it was pretrained."""
         mean, std = (torch.tensor(v, device=self.device) for v in (self.mean, self.std))
-        rows = []
-        for shown in self.views(pixels.to(self.device)):
-            x = augment.normalise(shown, mean, std).contiguous(memory_format=torch.channels_last)
-            rows.append(torch.cat(nets.pooled_features(self.quick, x), 1))
-        return torch.stack(rows, 1)
+        shown = augment.normalise(pixels, mean, std)
+        return shown.contiguous(memory_format=torch.channels_last)
 
 
 def load_extractor(net: str, size: int | None, device: torch.device) -> Extractor:

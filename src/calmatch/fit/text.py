@@ -35,11 +35,9 @@ def describe_folder(own: ImageFolder, side: int) -> str:
     labels = len(own.known)
     low, high = min(own.counts), max(own.counts)
     each = f"{low} each" if low == high else f"{low} to {high} each"
-    lines = [
-        f"  {len(own.names):,} pictures, about {side} pixels; {labels:,} labels in "
-        f"{len(own.classes)} classes ({each}); {own.labels.count(-1):,} unlabelled."
-    ]
-    return "\n".join(lines + describe_skipped(own))
+    start = f"  {len(own.names):,} pictures, about {side} pixels; {labels:,} labels in "
+    start += f"{len(own.classes)} classes ({each}); {own.labels.count(-1):,} unlabelled."
+    return "\n".join([start, *describe_skipped(own)])
 
 
 def describe_skipped(own: ImageFolder) -> list[str]:
@@ -77,9 +75,13 @@ def describe_result(
     """The result in plain words, and the next commands."""
     error = calibration.after["error"]
     number = run.result.images["test"]
-    lines = [
-        "",
-        *describe_guessing(error.value, len(own.classes)),
+    lines = [""]
+    if error.value >= 0.9 * (1 - 1 / len(own.classes)):
+        lines.append(
+            "No better than guessing: with these labels the classes cannot be told apart. Label "
+            "more pictures of every class, and check that labels and pictures belong together."
+        )
+    lines += [
         f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
         f"labels that the evaluated models had not seen).",
@@ -101,13 +103,3 @@ def describe_result(
         f"  calmatch report {folder}                        a page: what it is good and bad at",
     ]
     return "\n".join(lines)
-
-
-def describe_guessing(error: float, classes: int) -> list[str]:
-    """A warning where chance would do as well."""
-    if error < 0.9 * (1 - 1 / classes):
-        return []
-    return [
-        "No better than guessing: with these labels the classes cannot be told apart. Label more "
-        "pictures of every class, and check that labels and pictures belong together."
-    ]

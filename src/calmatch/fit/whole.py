@@ -6,17 +6,14 @@ import functools
 import math
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Generator, Tensor, nn
 
-from calmatch import augment, console, files, nets, spec
+from calmatch import augment, console, files, nets, ops, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
 from calmatch.data.images import Images, take_images
 from calmatch.fit import crossval, portfolio, text
@@ -24,6 +21,7 @@ from calmatch.fit.plan import FitJob, FitPlan, choose_views, make_plan, network_
 from calmatch.model import load_model
 from calmatch.options import FitOptions
 from calmatch.runs import load_run
+from calmatch.training.checkpoint import copy_to_host, read_checkpoint, write_checkpoint
 from calmatch.training.loop import train
 
 FEW_STEPS, MOST_STEPS = 60, 200  # of one refinement
@@ -65,11 +63,10 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
     for name, held in tried.items():
         wrong = float((held.log_probs.argmax(1) != held.labels).double().mean())
         kept = ", kept" if name == best and len(tried) > 1 else ""
-        line = f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}"
-        console.message(line, quiet)
+        console.message(f"  {name}: {wrong:.1%} wrong, log-loss {scores[name]:.3f}{kept}", quiet)
     text.show_stage(5, quiet)
-    trained, left = folder / "work" / best / "all", ("result.json", ".lock", "checkpoint")
-    ignored = shutil.ignore_patterns(*left)
+    trained = folder / "work" / best / "all"
+    ignored = shutil.ignore_patterns("result.json", ".lock", "checkpoint")
     shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=ignored)
     files.write(folder / "result.json", files.read_bytes(trained / "result.json"))  # comes last
     base = load_run(folder).result
@@ -81,7 +78,7 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
     )
     held = tried[best]
     note = "Each evaluated label was predicted by a fold model that had not seen it."
-    if not held.crossfit:
+    if not held.folds:
         note = "The evaluated labels were held out: the model has not seen them."
     return crossval.Outcome(own, images, base, held, crossval.calibrate(held), best, scores, note)
 
@@ -106,7 +103,7 @@ def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[
     if frozen:
         size, item = item.kwargs.get("size", 224), spec.parse(item.kwargs["on"])
         body = body.body
-    _write_tensors(target, body.state_dict())
+    write_checkpoint(target, copy_to_host(body.state_dict()), {})
     settings = {k: v for k, v in item.kwargs.items() if k != "pretrained"}
     net = spec.write(item._replace(kwargs={**settings, "pretrained": str(target.resolve())}))
     return dataclasses.replace(options, net=net, size=options.size or size), frozen
@@ -119,15 +116,15 @@ def _train_way(
     under, quiet = folder / "work" / name, options.quiet
     config = network_config(options, plan, alone)
     console.message(f"  {name}", quiet)
-    rows = arrange_rows(own, plan.hold, plan.most, options.seed)
+    learned, kept = arrange_rows(own, plan.hold, plan.most, options.seed)
     with console.silence():
         run = train(config, under / "all", quiet=quiet)
         if plan.hold:
             log_probs, labels = run.predictions()
-            return crossval.HeldOut(log_probs, labels, rows.held, 0)
+            return crossval.HeldOut(log_probs, labels, kept, 0)
         number = crossval.count_folds(own.known, config.split_seed)
         held = crossval.train_fold_models(config, under, number, quiet=quiet)
-    return held._replace(rows=[rows.train[row] for row in held.rows])
+    return held._replace(rows=[learned[row] for row in held.rows])
 
 
 def _halve_batch(job: FitJob, plan: FitPlan) -> FitPlan:
@@ -135,10 +132,8 @@ def _halve_batch(job: FitJob, plan: FitPlan) -> FitPlan:
     if plan.batch < 2:
         raise ValueError("The device has too little memory even for one picture; use --device cpu.")
     plan = dataclasses.replace(plan, batch=plan.batch // 2)
-    console.message(
-        f"The device's memory is full; trying again with batches of {plan.batch}.",
-        job.options.quiet,
-    )
+    line = f"The device's memory is full; trying again with batches of {plan.batch}."
+    console.message(line, job.options.quiet)
     job.save(dataclasses.asdict(plan))
     for name in ("work/all-pictures", "work/labels-alone"):
         shutil.rmtree(job.folder / name, ignore_errors=True)
@@ -170,31 +165,26 @@ class Refinement:
     steps: int = 0  # 0: as many as time allows
 
     def candidate(self) -> portfolio.Candidate | None:
-        """The refined network, evaluated by folds; None where time or memory are too short."""
-        line = "  The whole network does not fit into the device's memory."
-        return console.unless_out_of_memory(self._candidate, line)
-
-    def _candidate(self) -> portfolio.Candidate | None:
+        """The refined network, evaluated by folds; None where time is too short."""
         if math.prod(self.images.shape) <= RESIDENT and self.extractor.device.type == "cuda":
             self.images = take_images(self.images, torch.arange(len(self.images))).cuda()
         steps = self.steps or self._affordable_steps()
         if steps < min(FEW_STEPS, self.steps or FEW_STEPS):
             return None
-        fold = portfolio.folds_of(self.labels, 0)
         probs, places, quiet = [], [], self.job.options.quiet
         total = (portfolio.FOLDS + 1) * steps
         with console.ProgressBar("whole network", total, 0, quiet) as bar:
-            for number in range(portfolio.FOLDS):
-                if len(out := np.flatnonzero(fold == number)):
-                    probs.append(self._predict_fold(fold, number, steps, bar))
+            for number, (out, rest) in enumerate(portfolio.folds_of(self.labels, 0)):
+                if len(out):
+                    probs.append(self._predict_fold(number, out, rest, steps, bar))
                     places.append(out)
             weights, path = self.student.weights, self._path("all")
             if path.exists():  # of an interrupted fit
                 network = self._network(weights)
-                network.load_state_dict(_read_tensors(path))
+                network.load_state_dict(read_checkpoint(path)[0])
             else:
                 network = self._refine(weights, self.labels, steps, bar)
-                _write_tensors(path, network.state_dict())
+                write_checkpoint(path, copy_to_host(network.state_dict()), {})
         logits = self.predict(network, self.images)
         free = np.setdiff1d(np.arange(len(self.images)), self.labelled)
         pool = portfolio.softmax(logits[free]) if len(free) else None
@@ -214,17 +204,16 @@ class Refinement:
         steps = int(0.5 * self.job.seconds_left() / (portfolio.FOLDS + 1) / seconds)
         return min(MOST_STEPS, steps)
 
-    def _predict_fold(self, fold: Any, number: int, steps: int, bar: Any) -> Any:
-        out, rest = np.flatnonzero(fold == number), fold != number
+    def _predict_fold(self, number: int, out: Any, rest: Any, steps: int, bar: Any) -> Any:
         path = self._path(f"fold{number}")
         if path.exists():
             bar.advance(steps)
-            return _read_tensors(path)["probs"].numpy()
+            return read_checkpoint(path)[0]["probs"].numpy()
         known = np.where(rest, self.labels, -1)
         weights = self.teachers.student(self.labelled[rest], self.labels[rest])
         network = self._refine(weights, known, steps, bar)
         probs = portfolio.softmax(self.predict(network, self._some(self.labelled[out])))
-        _write_tensors(path, {"probs": torch.from_numpy(probs)})
+        write_checkpoint(path, {"probs": torch.from_numpy(probs)}, {})
         return probs
 
     def _path(self, name: str) -> Path:
@@ -245,15 +234,15 @@ class Refinement:
         """AdamW on labels and on the student's predictions; averaged weights are left in it."""
         device, inputs = self.extractor.device, self.teachers.inputs
         logits = inputs @ weights[:-1] + weights[-1]
-        targets = portfolio.softmax(logits / self.student.temperature)
+        targets = portfolio.softmax(logits / self.student.fitted.temperature)
         own, y = self.labelled[known >= 0], known[known >= 0]
         targets[own] = np.eye(targets.shape[1], dtype=np.float32)[y]
         free = np.setdiff1d(np.arange(len(inputs)), own)
         random = np.random.default_rng(self.job.options.seed)
         chance = Generator(device).manual_seed(self.job.options.seed)
-        shown = self.extractor.views.views
-        grey = not any(view.flipped for view in shown) and len(shown) > 1
-        views = [*map(augment.pipeline, choose_views(self.job.options, shown[0].size, grey)[:2])]
+        plain = self.extractor.views.views
+        grey = not any(view.flipped for view in plain) and len(plain) > 1
+        views = [*map(augment.pipeline, choose_views(self.job.options, plain[0].size, grey)[:2])]
         network.requires_grad_(True)
         groups = [{"params": part.parameters()} for part in (network.body, network.head)]
         optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)
@@ -265,21 +254,20 @@ class Refinement:
             rows = [random.choice(own, min(LABELLED, len(own)), replace=False)]
             if len(free):
                 rows.append(random.choice(free, min(UNLABELLED, len(free)), replace=False))
-            pairs = zip(views, rows, strict=False)  # there may be no unlabelled ones
-            pixels = torch.cat([view(self._pixels(some), chance) for view, some in pairs])
+            shown = zip(views, rows, strict=False)  # there may be no unlabelled ones
+            pixels = torch.cat([view(self._pixels(some), chance) for view, some in shown])
             target = torch.from_numpy(targets[np.concatenate(rows)]).to(device)
             weight = torch.cat([torch.full((len(some),), 1 / len(some)) for some in rows])
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                pooled = nets.pooled_features(network.body, self._normalise(pixels))
+                pooled = nets.pooled_features(network.body, self.extractor.normalise(pixels))
             answers = network.head(network.embed([(pooled[0].float(), pooled[1].float())]))
             loss = -(target * answers.log_softmax(1)).sum(1) @ weight.to(device)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             schedule.step()
-            with torch.no_grad():
-                for mean, now in zip(average.parameters(), network.parameters(), strict=True):
-                    mean.lerp_(now, 1 - MOMENTUM)
+            pairs = zip(average.parameters(), network.parameters(), strict=True)
+            ops.update_average(list(pairs), MOMENTUM)
             if bar is not None:
                 bar.advance(1)
         network.load_state_dict(average.state_dict())
@@ -295,12 +283,6 @@ class Refinement:
         shown: Tensor = self._plain(self._some(rows).to(self.extractor.device))[0]
         return shown.round().byte()
 
-    def _normalise(self, pixels: Tensor) -> Tensor:
-        own = self.extractor.mean, self.extractor.std
-        mean, std = (torch.tensor(values, device=pixels.device) for values in own)
-        shown = augment.normalise(pixels, mean, std)
-        return shown.contiguous(memory_format=torch.channels_last)
-
     def _some(self, rows: Any) -> Tensor:
         return take_images(self.images, torch.from_numpy(rows))
 
@@ -310,19 +292,6 @@ class Refinement:
         parts = []
         for rows in torch.arange(len(images)).split(64):
             pixels = take_images(images, rows).to(self.extractor.device)
-            shown = [self._normalise(view) for view in self.extractor.views(pixels)]
+            shown = [self.extractor.normalise(view) for view in self.extractor.views(pixels)]
             parts.append(network.forward_views(shown).logits.float().cpu())
         return torch.cat(parts).numpy()
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    files.write(path, safetensors.torch.save(state))
-
-
-def _read_tensors(path: Path) -> dict[str, Any]:
-    try:
-        return safetensors.torch.load_file(files.regular(path))
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged; remove it, and it is made anew.") from error

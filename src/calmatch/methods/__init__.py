@@ -45,8 +45,7 @@ def adapt_momentum(text: str, steps: int) -> str:
     item = spec.parse(text)
     own = inspect.signature(find(text)).parameters.get("momentum")
     memory = round(max(0.9, 1 - 50 / steps), 6)
-    if own is None or item.name not in METHODS or item.args or "momentum" in item.kwargs:
-        return text
-    if memory >= own.default:
+    named = item.name not in METHODS or item.args or "momentum" in item.kwargs
+    if own is None or named or memory >= own.default:
         return text
     return spec.write(item._replace(kwargs={**item.kwargs, "momentum": memory}))

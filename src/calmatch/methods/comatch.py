@@ -75,14 +75,12 @@ class CoMatch(Projected):
         aligned, memory = self.align(w.logits)
         p = self.smooth(aligned, f_w.detach(), batch)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
-        state = self.store(
-            torch.cat([f_w, f_x]).detach(), torch.cat([aligned, ops.soft(batch.y, x.logits)])
-        )
+        probs = torch.cat([aligned, ops.soft(batch.y, x.logits)])
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
             Term(s.logits, p, self.weight * mask),
             extra={"contrast": self.contrast * self.contrastive(p, f_s, f_o)},
-            state=state | memory,
+            state=self.store(torch.cat([f_w, f_x]).detach(), probs) | memory,
         )
 
     def smooth(self, p: Tensor, features: Tensor, batch: Batch) -> Tensor:

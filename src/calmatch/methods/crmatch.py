@@ -4,19 +4,18 @@ import torch
 from torch import nn
 
 from calmatch import ops
-from calmatch.core import Batch, Method, Plan, Task, Term, apart, between
+from calmatch.core import Batch, Plan, Task, Term, apart
+from calmatch.methods.fixmatch import FixMatch
 
 
-class CRMatch(Method):
+class CRMatch(FixMatch):
     """FixMatch that keeps features of both views apart and guesses how a picture was turned."""
 
     turns = True
     u_views = ("weak", "strong", "weak")  # the third is turned four ways
 
     def __init__(self, task: Task, *, threshold: float = 0.95, weight: float = 1.0) -> None:
-        super().__init__(task)
-        between("threshold", threshold, 0, 1)
-        self.threshold, self.weight = threshold, weight
+        super().__init__(task, threshold=threshold, weight=weight)
 
     def heads(self) -> dict[str, nn.Module]:
         d = self.task.features
@@ -28,18 +27,15 @@ class CRMatch(Method):
         turned = ops.quarter_turns(third).flatten(0, 1)
         x, w, s, t = apart(net, batch.x[0], weak, strong, turned)
         p = w.logits.detach().softmax(-1)
-        mask = (p.amax(-1) >= self.threshold).to(p.dtype)
+        mask, _ = self.select(p, batch)
         distance = net.get_submodule("heads.distance")
         a, b = distance(s.features), distance(w.features)  # both are trained, as in USB
         norms = (a.square().sum(-1) + 1e-12) * (b.square().sum(-1) + 1e-12)
         alike = ((a * b).sum(-1) / norms.sqrt()).relu()
         turn = torch.arange(4, device=third.device).repeat_interleave(len(third))
-        turns = net.get_submodule("heads.rotation")(t.features)
+        rotation = ops.hard_loss(net.get_submodule("heads.rotation")(t.features), turn)
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
             Term(s.logits, p.argmax(-1), self.weight * mask),
-            extra={
-                "distance": (mask * alike).mean(),
-                "rotation": ops.hard_loss(turns, turn).mean(),
-            },
+            extra={"distance": (mask * alike).mean(), "rotation": rotation.mean()},
         )

@@ -33,20 +33,14 @@ class FlexMatch(FixMatch):
         learnt = self.get_buffer("learnt")[guess]
         mask = (confidence >= self.threshold * learnt / (2 - learnt)).to(p.dtype)
         # the table remembers the last class held with the full threshold, for each picture
-        ids, guess, sure = (
-            ops.gather(batch.u_id),
-            ops.gather(guess),
-            ops.gather(confidence >= self.threshold),
-        )
+        rows = (batch.u_id, guess, confidence >= self.threshold)
+        ids, guess, sure = [ops.gather(each) for each in rows]
         old = self.get_buffer("table")[ids]
         new = torch.where(sure, guess, old)
         one = torch.ones_like(new)
         counts = self.get_buffer("counts").index_add(0, old, -one).index_add(0, new, one)
-        return mask, {
-            "table": self.get_buffer("table").index_copy(0, ids, new),
-            "counts": counts,
-            "learnt": self._status(counts),
-        }
+        table = self.get_buffer("table").index_copy(0, ids, new)
+        return mask, {"table": table, "counts": counts, "learnt": self._status(counts)}
 
     def _status(self, counts: Tensor) -> Tensor:
         """How much of each class is learnt, in 0..1, from the counts with the unused last."""

@@ -38,12 +38,9 @@ class FreeMatch(FixMatch):
         overall = self._follow("overall", level)
         overall = overall.clamp(0, 0.95) if self.clip else overall
         mean = self._follow("mean", ops.average(p.mean(0)))
-        state = {
-            "overall": overall,
-            "mean": mean,
-            "histogram": self._follow("histogram", ops.average(seen)),
-        }
+        histogram = self._follow("histogram", ops.average(seen))
         threshold = overall * mean / mean.amax()
+        state = {"overall": overall, "mean": mean, "histogram": histogram}
         return (confidence >= threshold[guess]).to(p.dtype), state
 
     def _follow(self, name: str, new: Tensor) -> Tensor:

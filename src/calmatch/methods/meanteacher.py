@@ -1,9 +1,8 @@
 """Mean Teacher, Tarvainen and Valpola 2017, https://arxiv.org/abs/1703.01780"""
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from calmatch.core import Task, frozen
+from calmatch.core import Task
 from calmatch.methods.pimodel import PiModel
 
 
@@ -19,7 +18,5 @@ class MeanTeacher(PiModel):
     def __init__(self, task: Task, *, weight: float = 50.0, ramp: float = 0.4) -> None:
         super().__init__(task, weight=weight, ramp=ramp)
 
-    def teach(self, net: nn.Module, ema: nn.Module, images: Tensor) -> Tensor:
-        with torch.no_grad(), frozen(ema):
-            logits: Tensor = ema(images).logits
-        return logits
+    def teacher(self, net: nn.Module, ema: nn.Module) -> nn.Module:
+        return ema

@@ -23,8 +23,7 @@ class MixMatch(Method):
         ramp: float = 0.4,
     ) -> None:
         super().__init__(task)
-        self.weight, self.temperature, self.alpha = weight, temperature, alpha
-        self.ramp = ramp
+        self.weight, self.temperature, self.alpha, self.ramp = weight, temperature, alpha, ramp
 
     def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
         """One mixing share for the batch, and a key per row whose order is the partner's."""
@@ -42,10 +41,8 @@ class MixMatch(Method):
         share = torch.maximum(batch.draws["beta"], 1 - batch.draws["beta"]).to(pictures.dtype)
         keys = torch.cat([batch.draws["x_key"], batch.draws["u_key"].T.flatten()])
         partner = keys.argsort()
-        return (
-            torch.lerp(pictures[partner], pictures, share),
-            torch.lerp(labels[partner], labels, share),
-        )
+        mixed = torch.lerp(pictures[partner], pictures, share)
+        return mixed, torch.lerp(labels[partner], labels, share)
 
     def guess(self, net: nn.Module, batch: Batch) -> Tensor:
         """Sharpened mean prediction of both views: [R, C]."""

@@ -1,7 +1,7 @@
 """Pi-model, Laine and Aila 2017, https://arxiv.org/abs/1610.02242"""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from calmatch import ops
 from calmatch.core import Batch, Method, Plan, Task, Term, frozen
@@ -17,15 +17,14 @@ class PiModel(Method):
         super().__init__(task)
         self.weight, self.ramp = weight, ramp
 
-    def teach(self, net: nn.Module, ema: nn.Module, images: Tensor) -> Tensor:
-        """The target's logits."""
-        with torch.no_grad(), frozen(net):
-            logits: Tensor = net(images).logits
-        return logits
+    def teacher(self, net: nn.Module, ema: nn.Module) -> nn.Module:
+        """Whose predictions are the targets."""
+        return net
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x = net(batch.x[0]).logits
-        target = self.teach(net, ema, batch.u[0]).softmax(-1)
+        with torch.no_grad(), frozen(self.teacher(net, ema)) as teacher:
+            target = teacher(batch.u[0]).logits.softmax(-1)
         with frozen(net):
             u = net(batch.u[1]).logits
         weight = self.weight * ops.ramp(batch.step, self.ramp * self.task.steps)

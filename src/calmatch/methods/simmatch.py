@@ -53,12 +53,11 @@ class SimMatch(Projected):
         if self.teacher:
             with torch.no_grad(), frozen(ema):
                 (f_x,) = embed(ema, ema(batch.x[0]))
-        state = self.store(f_x, batch)
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
             Term(s.logits, p, self.weight * mask),
             extra={"instance": self.instance * torch.where(started, instance, 0.0)},
-            state=state | memory,
+            state=self.store(f_x, batch) | memory,
         )
 
     def store(self, features: Tensor, batch: Batch) -> dict[str, Tensor]:

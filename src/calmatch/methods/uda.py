@@ -45,8 +45,8 @@ class UDA(Method):
         target = p if self.faithful == "usb" else (weak.logits / self.temperature).softmax(-1)
         keep = torch.ones_like(x.logits[:, 0])
         if self.annealing != "none":
-            known = x.logits.detach().softmax(-1).gather(-1, batch.y[:, None])[:, 0]
-            top = x.logits.detach().softmax(-1).amax(-1)
-            signal = top if self.faithful == "usb" else known  # the paper takes the true class's
+            p_x = x.logits.detach().softmax(-1)
+            known = p_x.gather(-1, batch.y[:, None])[:, 0]  # the paper takes the true class's
+            signal = p_x.amax(-1) if self.faithful == "usb" else known
             keep = (signal <= self.signal(batch.step)).to(p.dtype)
         return Plan(Term(x.logits, batch.y, keep), Term(strong.logits, target, self.weight * mask))

@@ -81,7 +81,11 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
     if file:
-        load_pretrained(built, item.name, file)
+        path = _download(item.name) if file == "usb" else Path(file)
+        state = fit_state(read_state(path), built.state_dict())
+        if not state:
+            raise ValueError(f"{path} has no weights that fit {item.name}.")
+        load_state(built, state, str(path))
     return built
 
 
@@ -139,17 +143,6 @@ def pooled_features(net: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
     return model.forward_head(final, pre_logits=True), torch.cat([*means, *logs], 1)
 
 
-@torch.no_grad()
-def pooled_widths(net: nn.Module, size: int) -> tuple[int, int]:
-    """D and M of `pooled_features`, measured with one black image where the network has no note."""
-    noted: tuple[int, int] | None = getattr(getattr(net, "model", None), "widths", None)
-    if noted is not None:
-        return noted
-    pixels = torch.zeros(1, 3, size, size, device=next(net.parameters()).device)
-    last, stages = pooled_features(net.eval(), pixels)
-    return last.shape[1], stages.shape[1]
-
-
 def classifier(net: nn.Module, features: int, classes: int) -> nn.Linear:
     """The last layer, which turns features into logits."""
     layers = [m for m in net.modules() if isinstance(m, nn.Linear)]
@@ -167,15 +160,6 @@ PUBLISHED = {  # by name of the network, USB's checkpoints
     "vit_base_patch16_96": "mae_pretrain_vit_base.pth",
 }
 messages: list[str] = []  # what was loaded, for the run's notes
-
-
-def load_pretrained(net: nn.Module, name: str, source: str) -> None:
-    """Fill a network from a local file, or from USB's published one with `source="usb"`."""
-    path = _download(name) if source == "usb" else Path(source)
-    state = fit_state(read_state(path), net.state_dict())
-    if not state:
-        raise ValueError(f"{path} has no weights that fit {name}.")
-    load_state(net, state, str(path))
 
 
 def _download(name: str) -> Path:

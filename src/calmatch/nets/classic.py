@@ -38,11 +38,8 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ready = F.leaky_relu(self.bn1(x), SLOPE)
-        if self.same:
-            shortcut, inner = x, ready
-        else:
-            inner = ready if self.activate else x
-            shortcut = self.convShortcut(inner)
+        inner = ready if self.same or self.activate else x
+        shortcut = x if self.same else self.convShortcut(inner)
         out: Tensor = self.conv2(F.leaky_relu(self.bn2(self.conv1(inner)), SLOPE))
         return shortcut + out
 
@@ -267,7 +264,7 @@ class Layered(nn.Module):
 
     def __init__(self, classes: int, width: int, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*layers)
+        self.width, self.layers = width, nn.Sequential(*layers)
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Output:
@@ -312,8 +309,12 @@ class Embedded(nn.Module):
     def __init__(self, classes: int, *, on: str, size: int = 224, width: int = 100) -> None:
         super().__init__()
         self.body = nets.build(on, classes, size)
-        last, stages = nets.pooled_widths(self.body, size)
-        joined = last + stages
+        widths = getattr(getattr(self.body, "model", None), "widths", None)
+        if widths is None:  # measured with one black image
+            image = torch.zeros(1, 3, size, size, device=next(self.body.parameters()).device)
+            with torch.no_grad():
+                widths = [x.shape[1] for x in nets.pooled_features(self.body.eval(), image)]
+        stages, joined = widths[1], sum(widths)
         shapes = {"stage_mean": [stages], "stage_scale": [stages], "stage_weight": []}
         shapes |= {"mean": [joined], "axes": [joined, width], "scale": [width]}
         for name, shape in shapes.items():

@@ -7,8 +7,9 @@ SciPy and scikit-learn are imported where something is fitted: prediction starts
 import importlib
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -522,30 +523,20 @@ def _starts(n: int, error: float, doubt: float) -> list[int]:
     return starts
 
 
-def load_conformal(saved: Any) -> Conformal:
-    """From a model file; a ValueError in one sentence for anything that is none."""
-    rule = _read_rule(saved, Conformal)
-    if isinstance(rule, Conformal) and 0 < rule.coverage < 1:
-        return rule
-    raise ValueError("The prediction sets (conformal) are malformed.")
+Rule = TypeVar("Rule", Conformal, Selective)
 
 
-def load_selective(saved: Any) -> Selective:
-    """From a model file; a ValueError in one sentence for anything that is none."""
-    rule = _read_rule(saved, Selective)
-    shares = ("coverage", "bound", "accuracy", "certainty", "threshold")
-    if isinstance(rule, Selective) and all(
-        0 <= (getattr(rule, s) or 0) <= 1 + 1e-6 for s in shares
-    ):
-        return rule
-    raise ValueError("The operating point (selective) is malformed.")
-
-
-def _read_rule(saved: Any, kind: type[Conformal] | type[Selective]) -> Any:
-    """None if its fields are not the rule's; an older version knew fewer, which have defaults."""
-    try:
-        rule = spec.read_as(saved, kind)
-    except (TypeError, ValueError, AttributeError):
-        return None
-    numbers = [value for value in rule if isinstance(value, float)]
-    return rule if set(saved) <= set(kind._fields) and are_numbers(numbers) else None
+def load_rule(saved: Any, kind: type[Rule]) -> Rule:
+    """From a model file; fields that an older version did not know have defaults."""
+    what, shares = "prediction sets (conformal) are", ["coverage"]
+    if kind is Selective:
+        what = "operating point (selective) is"
+        shares += ["bound", "accuracy", "certainty", "threshold"]
+    with suppress(TypeError, ValueError, AttributeError):
+        rule: Rule = spec.read_as(saved, kind)
+        inside = all(0 <= (getattr(rule, share) or 0) <= 1 + 1e-6 for share in shares)
+        useful = kind is Selective or 0 < rule.coverage < 1
+        numbers = [value for value in rule if isinstance(value, float)]
+        if inside and useful and set(saved) <= set(kind._fields) and are_numbers(numbers):
+            return rule
+    raise ValueError(f"The {what} malformed.")

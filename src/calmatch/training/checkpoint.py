@@ -12,9 +12,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -33,12 +33,14 @@ _NAMES = "float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool".sp
 SAFETENSORS_TYPES = {getattr(torch, k): code for k, code in zip(_NAMES, _CODES, strict=True)}
 
 
-class CheckpointWriter:
+class CheckpointWriter(ExitStack):
     """Writes checkpoints while training goes on: `save` copies the tensors and returns."""
 
     def __init__(self, folder: Path, every: int = 0) -> None:
+        super().__init__()
         self.folder, self.every = folder, every
-        self.pool = ThreadPoolExecutor(max_workers=1)
+        self.pool = self.enter_context(ThreadPoolExecutor(max_workers=1))
+        self.callback(self.wait)  # at the end, before the pool goes
         self.pending: Future[None] | None = None
         self.copies: dict[str, Tensor] = {}
 
@@ -54,15 +56,6 @@ class CheckpointWriter:
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.wait()
-        finally:
-            self.pool.shutdown()
 
 
 def copy_to_host(
@@ -165,15 +158,17 @@ def newest_checkpoint(
     return None, complaints
 
 
-class Lines:
+class Lines(ExitStack):
     """metrics.jsonl, a pure function of the config, and times.jsonl beside it."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         """Continue after the first `keep` bytes; what a killed process wrote later is redone."""
+        super().__init__()
         first = ops.rank() == 0  # other ranks write into nothing
         names = ("metrics.jsonl", "times.jsonl")
         paths = [folder / name if first else Path(os.devnull) for name in names]
-        self.file, self.times = (path.open("ab", buffering=0) for path in paths)
+        opened = [self.enter_context(path.open("ab", buffering=0)) for path in paths]
+        self.file, self.times = opened
         if first:
             self.file.truncate(keep)
 
@@ -194,13 +189,6 @@ class Lines:
         """Bytes written, on disk for certain."""
         os.fsync(self.file.fileno())
         return os.fstat(self.file.fileno()).st_size
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        self.times.close()
 
 
 def is_finite(run: Training) -> bool:

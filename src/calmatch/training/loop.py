@@ -61,13 +61,12 @@ def train_first_steps(config: Config, folder: Path, steps: int, *, quiet: bool =
         _train_to_end([(config, folder)], quiet, signals, steps)
 
 
-def train_in_memory(config: Config, parts: Parts) -> Training:
+def train_in_memory(config: Config, parts: Parts) -> None:
     """Train parts in memory, without a folder."""
     with torch.random.fork_rng():
         run = make_training(config, parts)
         while run.step < config.steps:
             run.advance()
-    return run
 
 
 @contextmanager

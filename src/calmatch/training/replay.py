@@ -3,8 +3,8 @@
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,11 @@ def replay_run(options: ReplayOptions) -> None:
     if any(line["kind"] == "rollback" for _, _, line in lines):
         config = config.replace(on_nan="rollback")
     before = files.read_json(folder / "environment.json")
-    with tempfile.TemporaryDirectory(prefix="calmatch-replay-") as room, _same_threads(before):
+    with tempfile.TemporaryDirectory(prefix="calmatch-replay-") as room, ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        threads = before.get("threads")  # sums on a CPU are divided among them
+        if type(threads) is int and 0 < threads <= MOST_THREADS:
+            torch.set_num_threads(threads)
         again = Path(room) / folder.resolve().name
         if steps is None:
             train(config, again, quiet=quiet)
@@ -94,17 +98,6 @@ def _read_log(folder: Path, most: int) -> list[LoggedLine]:
         return [each for each in logged if each[0] <= most]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder} has no metrics.jsonl that can be read.") from error
-
-
-@contextmanager
-def _same_threads(before: Mapping[str, Any]) -> Iterator[None]:
-    """As many threads as the run had: sums on a CPU are divided among them."""
-    own, wanted = torch.get_num_threads(), before.get("threads")
-    torch.set_num_threads(wanted if type(wanted) is int and 0 < wanted <= MOST_THREADS else own)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)
 
 
 def _compare_logs(one: Sequence[LoggedLine], two: Sequence[LoggedLine]) -> Furthest:

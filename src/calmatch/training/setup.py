@@ -201,7 +201,6 @@ def _batch_sizes(config: Config, split: Split, method: Method) -> tuple[dict[str
 
 VERSIONS = ("calmatch", "torch", "torchvision", "timm", "numpy")
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # without a fixed one cuBLAS may choose other sums each time
-RECOMPILES = 1_000  # versions of a function that a process may compile
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -277,11 +276,3 @@ def deterministic(wanted: bool) -> Iterator[None]:
         cuda.enable_cudnn_sdp(before[1])
         if not own:
             os.environ.pop(WORKSPACE, None)
-
-
-def allow_recompiles() -> None:
-    """Let this process compile the step of every run it makes; else torch stops after eight."""
-    from torch._dynamo import config
-
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(config, name, max(RECOMPILES, getattr(config, name)))

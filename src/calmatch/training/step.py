@@ -17,9 +17,10 @@ from calmatch.core import Batch, RandomStream, Transform
 from calmatch.data.batches import Source, stream_seed
 from calmatch.runs import probabilities
 from calmatch.training.config import Config
-from calmatch.training.setup import Parts, allow_recompiles, build_parts
+from calmatch.training.setup import Parts, build_parts
 
 EXEMPT = ("pos_embed", "cls_token")  # as one-dimensional parameters, never decayed
+RECOMPILES = 1_000  # versions of a function that a process may compile
 OFTEN = 20  # evaluations in a run from which compiling them pays
 Values = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses with statistics, and new state
 
@@ -34,8 +35,11 @@ def make_training(config: Config, parts: Parts) -> Training:
     objective: nn.Module = parts.objective(parts.net)
     cuda = parts.device.type == "cuda"
     compiled = cuda if config.compile is None else config.compile
-    if compiled:
-        allow_recompiles()
+    if compiled:  # the step of every run that this process makes; else torch stops after eight
+        from torch._dynamo import config as dynamo
+
+        for name in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(dynamo, name, max(RECOMPILES, getattr(dynamo, name)))
     if compiled is True:  # the net alone is compiled by the captured step
         objective.compile(fullgraph=True)
     if ops.world_size() > 1:
