@@ -25,7 +25,7 @@ setup)
   if [ -e .paper/features.npz ]; then cp .paper/features.npz /tmp/; fi
   if [ -e .paper/full.zip ]; then # four processes, each every fourth test
     cp -r . /tmp/tested && cd /tmp/tested
-    PYTHONPATH=/tmp/tested/src:/tmp/carry python3 -m pytest -m gpu --collect-only -p no:cacheprovider tests 2>/dev/null | grep :: >/tmp/gpu_tests
+    PYTHONPATH=/tmp/tested/src:/tmp/carry python3 -m pytest -m gpu --collect-only -p no:cacheprovider tests/training/test_gpu.py tests/test_model.py 2>/dev/null | grep :: >/tmp/gpu_tests
     for k in 0 1 2 3; do
       awk "NR % 4 == $k" /tmp/gpu_tests >/tmp/gpu_tests.$k
       PYTHONPATH=/tmp/tested/src:/tmp/carry setsid nohup timeout 500 python3 -m pytest -q -m gpu -p no:cacheprovider --tb=short @/tmp/gpu_tests.$k >/tmp/tests.$k.log 2>&1 </dev/null &
