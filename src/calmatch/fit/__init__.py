@@ -338,10 +338,11 @@ def _predict_unlabelled(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Pre
     best = torch.as_tensor(outcome.teaching, dtype=torch.long)
     rows = torch.cat([runs.sample_rows(free, options.seed), best]).unique()  # in order
     model, parts = load_model(job.folder), [] if logits is None else [logits[rows]]
-    with console.ProgressBar("predicting", len(rows), 0, options.quiet, unit="pictures") as bar:
-        for some in rows.split(128) if logits is None else ():
-            parts.append(model.logits(take_images(images, some)))
-            bar.advance(len(some))
+    if logits is None:
+        with console.ProgressBar("predicting", len(rows), 0, options.quiet, unit="pictures") as bar:
+            for some in rows.split(128):
+                parts.append(model.logits(take_images(images, some)))
+                bar.advance(len(some))
     joined = model.calibration(torch.cat(parts)).float()
     names = [own.names[row] for row in rows.tolist()]
     files.write_npz(job.folder / "unlabelled.npz", log_probs=joined.numpy(), files=np.array(names))
