@@ -280,7 +280,7 @@ def test_every_method_has_deterministic_operations_only(tiny, method):
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_a_captured_run_notices_a_bad_step_and_goes_back(tiny, tmp_path, kind):
-    config = tiny(f"test_guard.Poisoned(kind='{kind}', at=13)", device="cuda", steps=20)
+    config = tiny(f"test_nonfinite.Poisoned(kind='{kind}', at=13)", device="cuda", steps=20)
     with pytest.raises(ValueError, match="became infinite or NaN in step 13, after 3 rollbacks"):
         train(config.replace(on_nan="rollback"), tmp_path / "run", quiet=True)
     tensors, note, facts = checkpoint.read_fault(tmp_path / "run" / "fault")

@@ -1,7 +1,5 @@
 """Features of a frozen network, of any number of images: blocks on disk, made here or by Ray."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
