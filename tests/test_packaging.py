@@ -65,6 +65,20 @@ with files.lock(Path(sys.argv[1])):
     assert files.read_json(tmp_path / "note.json") == {}
 
 
+@pytest.mark.parametrize("words", [("label", "pictures"), ("serve", "run")], ids=lambda w: w[0])
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+def test_without_the_web_extra_a_sentence_names_it_before_anything_is_read(
+    words, package, typed, monkeypatch
+):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = typed(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'calmatch[web]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_one_place_knows_the_version():
     assert f"version: {calmatch.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
     assert "version =" not in (ROOT / "pyproject.toml").read_text("utf-8").partition("[tool")[0]

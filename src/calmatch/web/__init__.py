@@ -116,6 +116,12 @@ def listen(host: str, port: int) -> socket.socket:
     raise AssertionError
 
 
+def need_server() -> list[Any]:
+    """What serves a page, asked for before anything takes time; or which extra brings it."""
+    why = "This needs a web server: pip install 'calmatch[web]'."
+    return import_extra(why, "starlette.applications", "starlette.middleware", "uvicorn")
+
+
 def build_app(
     routes: Sequence[Any],
     place: socket.socket,
@@ -126,8 +132,7 @@ def build_app(
     lifespan: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
 ) -> Starlette:
     """Routes behind the guard, for the socket they will be served on."""
-    why = "This needs a web server: pip install 'calmatch[web]'."
-    apps, middleware = import_extra(why, "starlette.applications", "starlette.middleware")
+    apps, middleware, _ = need_server()
     port = place.getsockname()[1]
     guard = middleware.Middleware(Guard, token=token, hosts=hosts, port=port, limit=limit)
     app: Starlette = apps.Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)

@@ -36,7 +36,7 @@ from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
-from calmatch.web import build_app, listen, run
+from calmatch.web import build_app, listen, need_server, run
 
 HERE = Path(__file__).parent
 LIMIT = 1 << 18  # bytes of a request
@@ -62,6 +62,7 @@ Change = tuple[str, Answer | None, Answer | None]  # of a name: what it was, wha
 
 def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
+    need_server()
     path = options.labels
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # else a file took its place
     names, skipped = list_images(options.pictures)

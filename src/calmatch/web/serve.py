@@ -23,7 +23,7 @@ import torch
 from calmatch import __version__, console, files, load, nets, ops
 from calmatch.data.images import DECODED, decode, open_image
 from calmatch.model import Model
-from calmatch.web import LOOPBACK, build_app, listen, run
+from calmatch.web import LOOPBACK, build_app, listen, need_server, run
 
 if TYPE_CHECKING:
     from calmatch.options import ServeOptions
@@ -36,6 +36,7 @@ Reply = tuple[int, dict[str, Any]]  # an HTTP status, and what is sent as JSON
 
 def serve(options: ServeOptions) -> None:
     """Answer until SIGINT or SIGTERM; requests that have come are answered first."""
+    need_server()
     largest = min(options.megabytes, options.megapixels)
     if options.batch < 0 or options.workers < 0 or not 0 < largest < float("inf"):
         raise ValueError("--batch and --workers are at least 0, --megabytes and --megapixels more.")
