@@ -134,6 +134,12 @@ class Trap:
         return os.system, ("touch trapped",)
 
 
+def test_an_array_of_pictures_is_as_good_as_a_tensor(tmp_path):
+    write_random_model(tmp_path, "tiny", 3, 16)
+    model, images = load_model(tmp_path), torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    assert torch.equal(model.probabilities(images.numpy()), model.probabilities(images))
+
+
 def test_a_pickle_called_safetensors_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_random_model(tmp_path, "tiny", 2, 8)

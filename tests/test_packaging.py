@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -29,7 +31,7 @@ def test_demo_fit_and_predict_need_nothing_that_windows_lacks(tmp_path):
     blobs(pictures, each=5, spare=9)
     (pictures / "kind 0").rename(pictures / "круг")
     commands = [
-        ("train", "digits_40", "--steps", "3", "--out", tmp_path / "digits"),
+        ("demo", "--pairs", "1", "--quiet", "--out", tmp_path / "demo"),
         ("fit", pictures, "--out", run, "--net", "tiny", "--steps", "3", "--size", "16"),
         ("predict", run, pictures, "-o", tmp_path / "a.csv"),
         ("report", run),
@@ -38,6 +40,55 @@ def test_demo_fit_and_predict_need_nothing_that_windows_lacks(tmp_path):
         done = on_windows(*words)
         assert done.returncode == 0, done.stderr
     assert len((tmp_path / "a.csv").read_text("utf-8").splitlines()) == 25
+
+
+@pytest.mark.slow
+def test_labels_are_saved_without_what_windows_lacks(tmp_path):
+    pytest.importorskip("starlette")
+    pictures = blobs(tmp_path / "pictures", each=1, spare=9) / "unlabelled"
+    words = (
+        "label",
+        pictures,
+        "--net",
+        "tiny",
+        "--labels",
+        tmp_path / "labels.csv",
+        "--no-browser",
+    )
+    command = [sys.executable, ROOT / "tests" / "windows.py", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ALONE) as server:
+        try:
+            said = next(line for line in server.stdout if "http://" in line)
+            address, _, token = said.split()[-1].partition("?token=")
+            changes = [{"row": 0, "before": None, "after": ["label", "new"]}]
+            request = urllib.request.Request(
+                f"{address}do/answer",
+                json.dumps({"changes": changes}).encode(),
+                {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["labels"] == 1
+        finally:
+            server.terminate()
+    assert (tmp_path / "labels.csv").read_text("utf-8").count(",new\n") == 1
+
+
+@pytest.mark.slow
+def test_windows_collects_the_tests_and_leaves_out_those_of_what_it_has_not():
+    """Nothing that a test module does when it is imported may need POSIX."""
+    code = """
+import filelock, os, pytest, signal, subprocess, sys, torch  # others have their own way there
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in ("mkfifo", "geteuid", "fork", "killpg", "posix_fallocate"):
+    delattr(os, name)
+del signal.SIGKILL, signal.SIGALRM, signal.SIGSTOP
+sys.exit(pytest.main(["--collect-only", "-q", "tests", "-p", "no:cacheprovider"]))
+"""
+    place = {**ALONE, "CALMATCH_AS_ON_WINDOWS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_a_lock_without_fcntl_is_held_against_others_and_litter_goes_by_its_age(tmp_path):
@@ -63,6 +114,20 @@ with files.lock(Path(sys.argv[1])):
     done = subprocess.run(command, cwd=ROOT / "tests", env=ALONE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert files.read_json(tmp_path / "note.json") == {}
+
+
+@pytest.mark.parametrize("words", [("label", "pictures"), ("serve", "run")], ids=lambda w: w[0])
+@pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+def test_without_the_web_extra_a_sentence_names_it_before_anything_is_read(
+    words, package, typed, monkeypatch
+):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = typed(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'calmatch[web]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_one_place_knows_the_version():

@@ -82,6 +82,10 @@ MISTAKES = [
     ([*TASKS, task("x/new.png", "cat")], "row 6: x/new.png"),
     ([*TASKS, task("no/d.png", "cat")], "row 6: no/d.png"),  # two are called so
     ([*TASKS, task("a.png", "dog")], "rows 1 and 6: a.png is called 'cat' and 'dog'"),
+    (
+        [{**TASKS[0], "annotations": [*TASKS[0]["annotations"], *TASKS[1]["annotations"]]}],
+        "json, row 1: .*a.png is called 'cat' and 'dog'",  # by two annotators
+    ),
     ([*TASKS, task("a.png", "dog", "cat")], "row 6: a.png has several classes, 'dog', 'cat'"),
     ([*TASKS, {"data": {"text": "hello"}}], "row 6: expected a picture and its choice"),
     ([*TASKS, {"data": {"image": "a.png"}, "annotations": [{}]}], "row 6: expected a picture"),

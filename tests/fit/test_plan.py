@@ -150,6 +150,18 @@ def test_a_pretrained_network_learns_no_longer_than_its_fold_models_bear(
     assert made.steps <= (plan.MOST_PRETRAINED if pretrained else plan.MOST)
 
 
+def test_minutes_that_are_too_few_for_a_whole_network_are_said_with_how_many_it_takes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plan, "_time_step", lambda _: 2.0)
+    images, own = decode_folder(read_folder(blobs(tmp_path / "pictures")), 16)
+    asked = options(tmp_path / "pictures", steps=None, minutes=1.0)
+    made = plan.make_plan(asked, own, images, 16, 60)
+    assert (made.steps, made.alone_steps) == (60, 60)
+    assert "about 24 minutes instead of 1" in made.notes[-1]  # two ways, all labels and five folds
+    assert not any("instead of" in n for n in plan.make_plan(asked, own, images, 16, 36000).notes)
+
+
 def test_grey_images_are_not_mirrored(tmp_path):
     weak, strong, notes = plan.choose_views(options(tmp_path), 64, True)
     assert "flip" not in weak + strong

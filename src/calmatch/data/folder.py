@@ -384,9 +384,11 @@ def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> 
             )
         before = first.setdefault(name, row)
         if before.label != row.label:
+            both = f"rows {before.number} and {row.number}"
+            where = both if before.number != row.number else f"row {row.number}"  # two annotators
             raise ValueError(
-                f"{path}, rows {before.number} and {row.number}: {row.file} is called "
-                f"{before.label!r} and {row.label!r}; keep one."
+                f"{path}, {where}: {row.file} is called {before.label!r} and {row.label!r}; "
+                f"keep one."
             )
     if unknown:
         raise ValueError(_unknown_sentence(unknown, known, path))

@@ -292,14 +292,18 @@ def make_plan(
         return plan
     high = MOST_PRETRAINED if parts and ready else MOST
     most = min(high, max(500, 40 * len(images) // (plan.batch * plan.ratio)))
-    steps = []
+    steps, lasting, late = [], 0.0, False
     for alone, share in ((False, 0.5), (True, 0.15)):
-        seconds = _time_step(network_config(options, plan, alone))
-        steps.append(int(share * allowed / (1 + len(parts)) / seconds))
-    if min(steps) < FEWEST:
-        late = f"In {options.minutes:g} minutes the network cannot learn: it takes {FEWEST} steps, "
-        plan = dataclasses.replace(plan, notes=(*plan.notes, f"{late}which last longer."))
-    steps = [min(most, max(FEWEST, number)) for number in steps]
+        seconds = (1 + len(parts)) * _time_step(network_config(options, plan, alone))
+        late |= share * allowed < FEWEST * seconds
+        steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
+        lasting += steps[-1] * seconds / 60
+    if late:
+        note = (
+            f"It takes about {lasting:.0f} minutes instead of {options.minutes:g}, because fewer "
+        )
+        note += f"than {FEWEST} steps teach nothing. A smaller --size is faster."
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
 

@@ -128,6 +128,12 @@ def page_routes(name: str) -> list[Any]:
     return [page, style, send(f"/{name}.js", "js", "text/javascript"), icon]
 
 
+def need_server() -> list[Any]:
+    """What serves a page, asked for before anything takes time; or which extra brings it."""
+    why = "This needs a web server: pip install 'calmatch[web]'."
+    return import_extra(why, "starlette.applications", "starlette.middleware", "uvicorn")
+
+
 def build_app(
     routes: Sequence[Any],
     place: socket.socket,
@@ -138,8 +144,7 @@ def build_app(
     lifespan: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
 ) -> Any:
     """Routes behind the guard, for the socket they will be served on."""
-    why = "This needs a web server: pip install 'calmatch[web]'."
-    apps, middleware = import_extra(why, "starlette.applications", "starlette.middleware")
+    apps, middleware, _ = need_server()
     port = place.getsockname()[1]
     guard = middleware.Middleware(Guard, token=token, hosts=hosts, port=port, limit=limit)
     return apps.Starlette(routes=list(routes), middleware=[guard], lifespan=lifespan)

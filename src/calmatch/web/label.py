@@ -27,7 +27,7 @@ from calmatch.fit.features import compute_features
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
-from calmatch.web import build_app, listen, page_routes, run
+from calmatch.web import build_app, listen, need_server, page_routes, run
 
 LIMIT = 1 << 18  # bytes of a request
 SHOWN, SMALL, TINY = 1200, 256, 128  # pixels: of a picture, of one in a grid; below, no JPEG
@@ -52,6 +52,7 @@ Change = tuple[str, Answer | None, Answer | None]  # of a name: what it was, wha
 
 def label(options: LabelOptions) -> None:
     """Serve the page until it is interrupted; then say what was saved."""
+    need_server()
     path = options.labels
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # else a file took its place
     names, skipped = folder.list_images(options.pictures)

@@ -21,7 +21,7 @@ from calmatch import __version__, console, files, load, nets, ops
 from calmatch.data.images import DECODED, decode, open_image
 from calmatch.model import Model
 from calmatch.options import ServeOptions
-from calmatch.web import HERE, LOOPBACK, build_app, listen, page_routes, run
+from calmatch.web import HERE, LOOPBACK, build_app, listen, need_server, page_routes, run
 
 PATIENCE = 30.0  # seconds that a request may take to arrive
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # buckets of the time that an answer took
@@ -30,6 +30,7 @@ Reply = tuple[int, dict[str, Any]]  # an HTTP status, and what is sent as JSON
 
 def serve(options: ServeOptions) -> None:
     """Answer until SIGINT or SIGTERM; requests that have come are answered first."""
+    need_server()
     largest = min(options.megabytes, options.megapixels)
     if options.batch < 0 or options.workers < 0 or not 0 < largest < float("inf"):
         raise ValueError("--batch and --workers are at least 0, --megabytes and --megapixels more.")
