@@ -295,6 +295,7 @@ def test_arrays_that_nobody_used_for_long_leave_the_cache_and_nothing_else_does(
     for path in tmp_path.joinpath("cache").rglob("*"):
         os.utime(path, (long_ago, long_ago))
     make("used-1")
+    images._remove_unused.cache_clear()  # as in another process
     make("new-4")
     ours = {images.MARKER, "new-4.npy", "used-1.json", "used-1.npy"}
     assert {path.name for path in folder.iterdir()} == ours | {"holiday.npy", "my notes.json"}

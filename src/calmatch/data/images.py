@@ -495,7 +495,7 @@ def cached_array(
     if (array := find_array(key, shape, dtype)) is not None:
         return array
     path = cache_folder() / f"{key}.npy"
-    _remove_unused()
+    _remove_unused(path.parent)
     with files.draft(path) as part:
         target = np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=shape)
         _reserve(part)
@@ -543,9 +543,9 @@ def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> MappedArray:
         return MappedArray(torch.from_numpy(array), array._mmap, path)
 
 
-def _remove_unused() -> None:
+@functools.lru_cache(maxsize=1)  # once a process: a folder of many arrays takes a while
+def _remove_unused(folder: Path) -> None:
     """Remove arrays of ours that nobody used for long, their notes, and interrupted builds."""
-    folder = cache_folder()
     if not (folder / MARKER).is_file():
         return  # the folder was somebody's before it was ours
     files.sweep(path for path in folder.glob(".*.part") if OWN_NAME.fullmatch(path.name))
