@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from calmatch.training.config import Config, TrainOptions
 
 
-BEGAN = time.monotonic()  # before torch is loaded, which is a part of what --minutes promise
+BEGAN = 0.0  # of the command, before torch is loaded, which is a part of what --minutes promise
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code says how it ended."""
+    global BEGAN
+    BEGAN = time.monotonic()
     words = list(sys.argv[1:] if argv is None else argv)
     # threads that wait by spinning are five times slower where other programs want the cores
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -166,3 +166,17 @@ def test_grey_images_are_not_mirrored(tmp_path):
     weak, strong, notes = plan.choose_views(options(tmp_path), 64, True)
     assert "flip" not in weak + strong
     assert "grey" in notes[0]
+
+
+def test_minutes_begin_with_the_command_however_old_the_process_is(monkeypatch, typed):
+    """In a notebook, or in a server that forks, what came before is no part of the promise."""
+    began = []
+
+    def fit(_: object, start: float) -> None:
+        began.append(start)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("calmatch.fit.fit", fit)
+    before = time.monotonic()
+    assert typed("fit", "nowhere").returncode != 0
+    assert before <= began[0] <= time.monotonic()
