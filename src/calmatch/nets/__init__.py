@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import inspect
-import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -217,10 +216,12 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
             file = files.regular(path)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a file of plain weights, so it is not read.") from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file.") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever an unpickler makes of a damaged or hostile file
+        raise ValueError(f"{path} is not a file of plain weights, so it is not read.") from error
     for key in ("ema_model", "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
