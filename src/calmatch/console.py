@@ -195,7 +195,8 @@ def say_why(start: str, login: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{start}: {why}{login if '40' in why else ''}") from error
+        hint = login if {"401", "403", "404"} & set(why.split()) else ""
+        raise ValueError(f"{start}: {why}{hint}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

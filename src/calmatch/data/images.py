@@ -454,7 +454,7 @@ def cache_folder() -> Path:
     path = cache_root() / "arrays"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not any(path.iterdir()):
+        if not (path / MARKER).exists() and not any(path.iterdir()):
             files.write(path / MARKER, SIGNATURE)
     except OSError as error:
         raise ValueError(

@@ -14,8 +14,10 @@ const diagonal = () => Plot.line([[0, 0], [100, 100]], { stroke: "currentColor",
 const filled = (run) => run.bins.filter((bin) => bin.n >= 5);
 const confidenceAxis = { x: "confidence, %", xDomain: [0, 100], say: (x) => `Confidence ${x.toFixed(0)} %` };
 const bySteps = { x: "step", say: (x) => `Step ${whole(x)}` };
-const overTime = (field) => (run) =>
-  run.tested.filter((line) => line.split === "test" && line[field] !== undefined).map((line) => ({ x: line.step, y: 100 * line[field] }));
+const overTime = (field) => (run) => {
+  const split = run.tested.some((line) => line.split === "test") ? "test" : "validation"; // a fit has no test set
+  return run.tested.filter((line) => line.split === split && line[field] !== undefined).map((line) => ({ x: line.step, y: 100 * line[field] }));
+};
 
 const COMPARED = () => ({
   reliability: overlay(
