@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,6 +150,12 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"{hint} Known: {', '.join(known)}."
 
 
+def first_names(names: Sequence[str], most: int) -> str:
+    """At most so many, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Callable[..., Any]:
     """Look a name up; a dotted one is imported and must be callable."""
     if name in table:
@@ -221,8 +227,9 @@ def describe(hint: Any) -> str:
     """
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType, typing.Literal):
-        say = repr if origin is typing.Literal else describe
-        return " or ".join(map(say, typing.get_args(hint)))
+        return " or ".join(
+            map(repr if origin is typing.Literal else describe, typing.get_args(hint))
+        )
     words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
     return words.get(hint, "nothing" if hint is types.NoneType else str(hint))
 

@@ -28,8 +28,9 @@ def run_suite(options: BenchOptions) -> None:
     jobs = [Job(str(cell.folder), cell.config, options.out / cell.folder) for cell in cells]
     if options.index is not None:  # become one run, as an array job does: its signals, its code
         if not 0 <= options.index < len(jobs):
-            last = len(jobs) - 1
-            raise ValueError(f"--index must lie between 0 and {last}, not {options.index}.")
+            raise ValueError(
+                f"--index must lie between 0 and {len(jobs) - 1}, not {options.index}."
+            )
         words = [word for word in engine.job_command(jobs[options.index]) if word != "--quiet"]
         os.execv(words[0], words)
     states = [engine.job_state(job) for job in jobs]  # refuses another config before hours pass
@@ -137,8 +138,7 @@ def _report_failures(progress: SuiteProgress) -> None:
         for line in engine.last_log_lines(item.job.folder):
             message(f"  {line}")
     if failed:
-        names = ", ".join(str(item.job.folder) for item in failed[:SHOWN_FAILURES])
-        names += f" and {len(failed) - SHOWN_FAILURES} more" if len(failed) > SHOWN_FAILURES else ""
+        names = spec.first_names([str(item.job.folder) for item in failed], SHOWN_FAILURES)
         raise Failed(
             f"{len(failed)} of {len(progress.items)} runs failed: {names}. "
             f"Their whole logs are in run.log there; the same command tries them again."

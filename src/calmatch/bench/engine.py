@@ -64,8 +64,7 @@ def reached_step(folder: Path) -> int:
     """The step of the newest line; 0: none yet."""
     try:
         with files.open_file(folder / "times.jsonl") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 200))  # two lines at least
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200))  # two lines at least
             whole = [line for line in file.readlines() if line[:1] == b"{" and line[-1:] == b"\n"]
     except OSError:
         return 0
@@ -185,8 +184,9 @@ def local_workers(runs: int, per_device: int = 0) -> list[Worker]:
     env = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if kind != "cuda":
         return [Worker(env)] * processes
-    together = per_device or RUNS_PER_GPU
-    return [Worker({**env, "CUDA_VISIBLE_DEVICES": gpu}, together) for gpu in gpus]
+    return [
+        Worker({**env, "CUDA_VISIBLE_DEVICES": gpu}, per_device or RUNS_PER_GPU) for gpu in gpus
+    ]
 
 
 def local_devices() -> tuple[str, list[str]]:

@@ -55,8 +55,7 @@ def draw_reliability(figure: Figure, content: Content) -> None:
 
 def prepare_agreement(table: RunTable) -> Content:
     """Share of agreeing pictures among the accepted over time (Observation 2)."""
-    curves = [series(group, "train", ["agree"]) for group in table.groups]
-    curves = [curve for curve in curves if curve["step"]]
+    curves = [c for c in (series(g, "train", ["agree"]) for g in table.groups) if c["step"]]
     if not curves:
         raise ValueError("None of these runs accepted unlabelled pictures; nothing can agree.")
     return {"curves": _name_curves(curves)}
@@ -344,8 +343,7 @@ def published_radar() -> Content:
     numbers = PUBLISHED_TABLES["losses"]
     for row, column, _ in numbers:
         error, ece = (numbers[row, column, metric] for metric in METRICS)
-        doubted = bool(error.doubt or ece.doubt)
-        plots.setdefault(column, {})[row] = (error.value, ece.value, doubted)
+        plots.setdefault(column, {})[row] = (error.value, ece.value, bool(error.doubt or ece.doubt))
     return _radar_content(plots)
 
 

@@ -232,8 +232,7 @@ def _decoded_bytes(image: Image.Image) -> int:
 
 def _plain_colours(image: Image.Image) -> Image.Image:
     """RGB of eight bits without transparency, made strip by strip where the image is large."""
-    deep = image.mode.startswith("I") or image.mode == "F"
-    top = _find_white(image) if deep else 0.0
+    top = _find_white(image) if image.mode.startswith("I") or image.mode == "F" else 0.0
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.width * image.height <= STRIP:

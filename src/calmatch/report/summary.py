@@ -129,9 +129,8 @@ def _answered(preds: Predictions) -> tuple[Tensor, Tensor, Tensor]:
     A threshold lies behind tied images, which are answered together.
     """
     ordered, order = preds.confidence.sort(descending=True)
-    last = torch.ones(len(ordered), dtype=torch.bool)
-    last[:-1] = ordered[1:] != ordered[:-1]
-    return ordered, (1 - preds.right)[order].cumsum(0), last.nonzero()[:, 0]
+    ends = torch.cat([ordered.diff().nonzero()[:, 0], torch.tensor([len(ordered) - 1])])
+    return ordered, (1 - preds.right)[order].cumsum(0), ends
 
 
 def most_answers(preds: Predictions, error: float) -> dict[str, float] | None:

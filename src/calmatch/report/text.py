@@ -73,8 +73,9 @@ def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         rivals = [run for run in runs if run is not best and run[key]["low"] <= best[key]["high"]]
         others = f"{len(rivals)} other intervals overlap" if rivals[1:] else "another one overlaps"
         ends = _from_to(best[key]) + (f"; {others}" if rivals else "")
-        value = percent(best[key]["value"])
-        sentences.append(f"{best['title']} has the {what}: {value} % ({ends}).")
+        sentences.append(
+            f"{best['title']} has the {what}: {percent(best[key]['value'])} % ({ends})."
+        )
     return [*sentences, "Each is one run: another seed can change more than these intervals say."]
 
 
@@ -186,8 +187,7 @@ def print_checked(
     table = Table("confidence", "pictures", "right", "95 % interval", box=SIMPLE_HEAD)
     for row in bins:
         cells = (f"{row['left']:.1f} to {row['right']:.1f}", f"{row['n']:,}")
-        ends = f"{row['low']:.0%} to {row['high']:.0%}"
-        table.add_row(*cells, f"{row['accuracy']:.0%}", ends)
+        table.add_row(*cells, f"{row['accuracy']:.0%}", f"{row['low']:.0%} to {row['high']:.0%}")
     console = Console(highlight=False)
     console.print(table)
     lines = [

@@ -249,16 +249,16 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
         held, truth = parts.sets["validation"]
         arrays |= {"held_labels": truth.numpy(), "held_log_probs": predict(held).numpy()}
     if config.keep_views and parts.momentum:
-        plain = Predictor(parts, config.eval_batch, parts.net)
-        arrays["plain_log_probs"] = plain(source).numpy()
+        arrays["plain_log_probs"] = Predictor(parts, config.eval_batch, parts.net)(source).numpy()
     unlabelled = _predict_unlabelled(folder, config, parts, predict)
     if ops.rank() == 0:
         console.message("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
         files.write_npz(folder / "predictions.npz", **arrays)
         runs.write_examples(folder, Predicted(log_probs, _image_taker(source)), labels, unlabelled)
-        result = _make_result(folder, run, log_probs, labels)
-        files.write_json(folder / "result.json", result.dump())
+        files.write_json(
+            folder / "result.json", _make_result(folder, run, log_probs, labels).dump()
+        )
     ops.wait_for_ranks()
 
 
@@ -293,8 +293,10 @@ def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     provenance = {"data": config.dataset, "labels": len(parts.split.labelled)}
     provenance |= {"steps": config.steps, "seed": config.seed}
     provenance["command"] = f"calmatch train {folder.name}/config.json --out FOLDER"
-    versions = describe_environment(parts.device)["versions"]
-    entries |= {"versions": versions, "provenance": provenance}
+    entries |= {
+        "versions": describe_environment(parts.device)["versions"],
+        "provenance": provenance,
+    }
     write_model(folder, parts.evaluated, parts.method, **entries)
 
 

@@ -49,8 +49,7 @@ def make_training(config: Config, parts: Parts) -> Training:
     optimizer = build_optimizer(config.optimizer, groups, config.momentum, parts.device)
     often = config.eval_every > 0 and config.steps / config.eval_every >= OFTEN
     fast = cuda and often and config.compile is not False
-    bf16 = config.precision == "bf16"
-    predict = Predictor(parts, config.eval_batch, bf16=bf16, compiled=fast)
+    predict = Predictor(parts, config.eval_batch, bf16=config.precision == "bf16", compiled=fast)
     return Training(config, parts, objective, optimizer, predict)
 
 
@@ -264,8 +263,7 @@ def layer_depths(names: list[str]) -> dict[str, int]:
         if match := re.match(r"(.*?\.\d+)\.", name):
             depth[name] = blocks.setdefault(match[1], len(blocks) + 1)
         else:
-            last = not name.startswith("norm.")
-            depth[name] = len(blocks) + 1 if last and blocks else len(blocks)
+            depth[name] = len(blocks) + int(bool(blocks) and not name.startswith("norm."))
     return depth
 
 
