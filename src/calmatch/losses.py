@@ -59,9 +59,8 @@ def focal(term: Term, *, gamma: float = 2.0, where: Where = "agree") -> Tensor:
     # 1 - p from the other classes' mass: exact where p is close to 1
     factor = (-torch.expm1(logp)).clamp_min(torch.finfo(logp.dtype).tiny) ** gamma
     focused = -(q * factor * logp).sum(-1)
-    return (
-        term.weight * torch.where(_inside(term, where) > 0, focused, -(q * logp).sum(-1))
-    ).mean()
+    inside = _inside(term, where)
+    return (term.weight * torch.where(inside > 0, focused, -(q * logp).sum(-1))).mean()
 
 
 def entropy(term: Term, *, weight: float = 0.1, where: Where = "all") -> Tensor:

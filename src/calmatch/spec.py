@@ -227,9 +227,8 @@ def describe(hint: Any) -> str:
     """
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType, typing.Literal):
-        return " or ".join(
-            map(repr if origin is typing.Literal else describe, typing.get_args(hint))
-        )
+        say = repr if origin is typing.Literal else describe
+        return " or ".join(map(say, typing.get_args(hint)))
     words = {float: "a number", int: "a whole number", str: "a text", bool: "True or False"}
     return words.get(hint, "nothing" if hint is types.NoneType else str(hint))
 

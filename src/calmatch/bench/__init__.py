@@ -28,9 +28,8 @@ def run_suite(options: BenchOptions) -> None:
     jobs = [Job(str(cell.folder), cell.config, options.out / cell.folder) for cell in cells]
     if options.index is not None:  # become one run, as an array job does: its signals, its code
         if not 0 <= options.index < len(jobs):
-            raise ValueError(
-                f"--index must lie between 0 and {len(jobs) - 1}, not {options.index}."
-            )
+            last = len(jobs) - 1
+            raise ValueError(f"--index must lie between 0 and {last}, not {options.index}.")
         words = [word for word in engine.job_command(jobs[options.index]) if word != "--quiet"]
         os.execv(words[0], words)
     states = [engine.job_state(job) for job in jobs]  # refuses another config before hours pass

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from calmatch import files
 from calmatch.console import ProgressBar, message, run_guarded
@@ -124,15 +124,9 @@ def start_job(
     with (jobs[0].folder / RUN_LOG).open("ab") as log:
         log.write(f"# {datetime.now():%Y-%m-%d %H:%M:%S} {' '.join(words)}\n".encode())
         log.flush()
-        return subprocess.Popen(
-            words,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=die_with_parent if linux else None,
-        )
+        how: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        how["preexec_fn"] = die_with_parent if linux else None
+        return subprocess.Popen(words, env={**os.environ, **env}, start_new_session=True, **how)
 
 
 def close_log(folder: Path, code: int, seconds: float) -> None:
@@ -184,9 +178,8 @@ def local_workers(runs: int, per_device: int = 0) -> list[Worker]:
     env = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if kind != "cuda":
         return [Worker(env)] * processes
-    return [
-        Worker({**env, "CUDA_VISIBLE_DEVICES": gpu}, per_device or RUNS_PER_GPU) for gpu in gpus
-    ]
+    together = per_device or RUNS_PER_GPU
+    return [Worker({**env, "CUDA_VISIBLE_DEVICES": gpu}, together) for gpu in gpus]
 
 
 def local_devices() -> tuple[str, list[str]]:

@@ -280,6 +280,7 @@ def draw_logits(figure: Figure, content: Content) -> None:
 
 
 METRICS = ("error", "ece")
+Radar = dict[str, dict[str, tuple[float, float, bool]]]  # column, row: error, ECE, doubt
 DOUBTED = "? holds a doubted number: docs/paper.md"
 
 
@@ -327,7 +328,7 @@ def draw_ranks(figure: Figure, content: Content) -> None:
 
 def prepare_radar(table: RunTable) -> Content:
     """Accuracy and ECE of each loss as radar plots, a plot a column."""
-    plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
+    plots: Radar = {}
     for group in table.groups:
         values = (tables.seed_values(group, metric).values() for metric in METRICS)
         error, ece = (stats.mean(list(numbers)).value for numbers in values)
@@ -339,15 +340,14 @@ def prepare_radar(table: RunTable) -> Content:
 
 def published_radar() -> Content:
     """The same from the supplement's table of the radar plots."""
-    plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
-    numbers = PUBLISHED_TABLES["losses"]
+    plots, numbers = Radar(), PUBLISHED_TABLES["losses"]
     for row, column, _ in numbers:
         error, ece = (numbers[row, column, metric] for metric in METRICS)
         plots.setdefault(column, {})[row] = (error.value, ece.value, bool(error.doubt or ece.doubt))
     return _radar_content(plots)
 
 
-def _radar_content(plots: Mapping[str, Mapping[str, tuple[float, float, bool]]]) -> Content:
+def _radar_content(plots: Radar) -> Content:
     """Of each column the rows with accuracy, ECE and doubt; a dataset's columns share a rim."""
     content = []
     for column, rows in plots.items():

@@ -204,17 +204,14 @@ SCALED = "ece ece_crossfit ece_oracle nll nll_crossfit nll_oracle".split()
 def seed_values(group: Group | None, metric: str) -> dict[Seeds, float]:
     """A quantity of each run by its seeds, in its unit; runs that lack it are left out."""
     scale = QUANTITIES[metric].scale
-    values = {seeds: _run_value(run, metric) for seeds, run in group.runs.items()} if group else {}
-    return {seeds: scale * value for seeds, value in values.items() if value is not None}
-
-
-def _run_value(run: Run, metric: str) -> float | None:
     name, _, way = metric.rpartition("_")
-    if way not in ("crossfit", "oracle"):
-        interval = run.result.metrics.get(metric)
-        return None if interval is None else interval.value
-    scaled = run.result.temperature_scaled.get(way)
-    return None if scaled is None else scaled.ece if name == "ece" else scaled.nll
+    values: dict[Seeds, float | None] = {}
+    for seeds, run in group.runs.items() if group else ():
+        if way in ("crossfit", "oracle"):
+            values[seeds] = getattr(run.result.temperature_scaled.get(way), name, None)
+        else:
+            values[seeds] = getattr(run.result.metrics.get(metric), "value", None)
+    return {seeds: scale * value for seeds, value in values.items() if value is not None}
 
 
 def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:

@@ -168,9 +168,7 @@ class Batches:
         self.sources = {"x": labelled, "u": unlabelled}
         self.views, self.seed, self.chunk = views, seed, chunk
         self.device = labelled.device
-        self.mean, self.std = (
-            torch.tensor(values, device=self.device, dtype=dtype) for values in statistics
-        )
+        self.mean, self.std = (torch.tensor(v, device=self.device, dtype=dtype) for v in statistics)
         self.orders = {
             "x": Order(len(labelled), batch, seed, RandomStream.LABELLED_ORDER),
             "u": Order(len(unlabelled), unlabelled_batch, seed, RandomStream.UNLABELLED_ORDER),

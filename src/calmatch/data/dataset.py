@@ -140,15 +140,9 @@ def stl10() -> Dataset:
     key = "-".join(["stl10", *(md5[:12] for _, md5 in train.train_list)])
     labels = torch.full((n,), -1)
     labels[: len(train.data)] = torch.from_numpy(train.labels).long()
-    return Dataset(
-        stored.cached_array(key, (n, *train.data.shape[1:]), fill).tensor,
-        labels,
-        torch.from_numpy(test.data),
-        torch.from_numpy(test.labels).long(),
-        tuple(train.classes),
-        *STL10,
-        whole_pool=True,
-    )
+    images = stored.cached_array(key, (n, *train.data.shape[1:]), fill).tensor
+    tests = torch.from_numpy(test.data), torch.from_numpy(test.labels).long()
+    return Dataset(images, labels, *tests, tuple(train.classes), *STL10, whole_pool=True)
 
 
 def eurosat(*, size: int = 32) -> Dataset:

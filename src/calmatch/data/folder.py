@@ -288,8 +288,7 @@ def own_images(
         raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
     test = held or [k for k in rows if folder.labels[k] >= 0]
     if not (mean and std):  # by up to 1,000 images
-        flat = images.take(rows[:: max(1, len(rows) // 1000)]).float().transpose(0, 1).flatten(1)
-        flat = flat / 255
+        flat = images.take(rows[:: max(1, len(rows) // 1000)]).div(255).transpose(0, 1).flatten(1)
         mean, std = tuple(flat.mean(1).tolist()), tuple(flat.std(1).clamp_min(0.02).tolist())
     train = (images.some(rows), y[rows])
     return Dataset(*train, images.some(test), y[test], folder.classes, mean, std, counts)

@@ -73,9 +73,8 @@ def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         rivals = [run for run in runs if run is not best and run[key]["low"] <= best[key]["high"]]
         others = f"{len(rivals)} other intervals overlap" if rivals[1:] else "another one overlaps"
         ends = _from_to(best[key]) + (f"; {others}" if rivals else "")
-        sentences.append(
-            f"{best['title']} has the {what}: {percent(best[key]['value'])} % ({ends})."
-        )
+        value = percent(best[key]["value"])
+        sentences.append(f"{best['title']} has the {what}: {value} % ({ends}).")
     return [*sentences, "Each is one run: another seed can change more than these intervals say."]
 
 
@@ -136,7 +135,6 @@ def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """The table of runs."""
     result, images = runs[0].result, runs[0].result.images
     averaged = "averaged " if result.weights == "ema" else ""
     best = "" if result.selected == "last" else f", {result.selected}"

@@ -232,9 +232,8 @@ def handle_nonfinite(
     facts |= again or {"step": None, "what": "a number"}
     if ops.rank() == 0:
         here = {} if before is None else {"step": facts["step"]}
-        write_checkpoint(
-            folder / "fault" / "state.safetensors", before or tensors, {**note, **here}
-        )
+        path = folder / "fault" / "state.safetensors"
+        write_checkpoint(path, before or tensors, {**note, **here})
         files.write_json(folder / "fault" / "fault.json", facts)
     if config.on_nan == "stop" or run.rollbacks >= MOST_ROLLBACKS:
         raise ValueError(_fault_sentence(config, folder, facts))

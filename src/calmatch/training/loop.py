@@ -161,9 +161,8 @@ def _digest_images(parts: Parts, most: int = 64) -> str:
     labels = parts.labels[torch.tensor(parts.split.labelled, dtype=torch.long)]
     rows = torch.arange(0, len(labels), max(1, len(labels) // most))
     pixels = _image_taker(parts.labelled)(rows)
-    total = hashlib.blake2b(labels.cpu().numpy().tobytes(), digest_size=16)
-    total.update(pixels.numpy().tobytes())
-    return total.hexdigest()
+    data = labels.cpu().numpy().tobytes() + pixels.numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _resume(trainings: Sequence[Training], folders: Sequence[Path], quiet: bool) -> list[int]:
@@ -256,9 +255,8 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
         _write_model(folder, config, parts)
         files.write_npz(folder / "predictions.npz", **arrays)
         runs.write_examples(folder, Predicted(log_probs, _image_taker(source)), labels, unlabelled)
-        files.write_json(
-            folder / "result.json", _make_result(folder, run, log_probs, labels).dump()
-        )
+        result = _make_result(folder, run, log_probs, labels)
+        files.write_json(folder / "result.json", result.dump())
     ops.wait_for_ranks()
 
 
@@ -293,10 +291,8 @@ def _write_model(folder: Path, config: Config, parts: Parts) -> None:
     provenance = {"data": config.dataset, "labels": len(parts.split.labelled)}
     provenance |= {"steps": config.steps, "seed": config.seed}
     provenance["command"] = f"calmatch train {folder.name}/config.json --out FOLDER"
-    entries |= {
-        "versions": describe_environment(parts.device)["versions"],
-        "provenance": provenance,
-    }
+    versions = describe_environment(parts.device)["versions"]
+    entries |= {"versions": versions, "provenance": provenance}
     write_model(folder, parts.evaluated, parts.method, **entries)
 
 

@@ -150,9 +150,8 @@ def _make_split(config: Config, data: dataset.Dataset) -> Split:
     if len(data.test_labels) == 0:
         raise ValueError(f"{config.dataset} has no test pictures to measure on.")
     if metric and metric not in METRICS:
-        raise ValueError(
-            f"There is no metric {metric!r} to select by.{spec.nearest(metric, METRICS)}"
-        )
+        near = spec.nearest(metric, METRICS)
+        raise ValueError(f"There is no metric {metric!r} to select by.{near}")
     if metric and config.protocol == "held-out" and not split.validation:
         raise ValueError("That validation share holds no pictures; raise --validation.")
     return split

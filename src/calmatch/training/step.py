@@ -289,8 +289,7 @@ def parameter_groups(
     """Optimizer groups of `net.body` and `net.heads`; each remembers its highest rate as `peak`."""
     body = {k: p for k, p in net.named_parameters() if k.startswith("body.") and p.requires_grad}
     exempt: Collection[str] = getattr(net.get_submodule("body"), "no_weight_decay", tuple)()
-    dims = {k[5:]: p.ndim for k, p in body.items()}
-    plain = layer_rates(dims, weight_decay, layer_decay, exempt)
+    plain = layer_rates({k[5:]: p.ndim for k, p in body.items()}, weight_decay, layer_decay, exempt)
     groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     for name, parameter in net.named_parameters():
         if name in body:
