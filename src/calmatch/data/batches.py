@@ -254,7 +254,8 @@ def place_images(
 ) -> Source:
     """Resident where the rows need at most this share of free memory, streamed otherwise."""
     if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
-        return Resident(images.rows[rows], device, images.file.take)  # by the system's own cache
+        # they stay in their file, of which the system's own cache holds what is used
+        return Resident(images.rows[rows], device, images.file.take)
     need = len(rows) * math.prod(images.shape[1:])
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
