@@ -22,22 +22,15 @@ from calmatch.core import Transform
 from calmatch.ops import sent
 
 GREY = (125, 123, 114)  # the colour cutout leaves
-RANGES = {  # USB's operations and the ranges their values are drawn from
-    "autocontrast": (0.0, 1.0),
-    "brightness": (0.05, 0.95),
-    "color": (0.05, 0.95),
-    "contrast": (0.05, 0.95),
-    "equalize": (0.0, 1.0),
-    "identity": (0.0, 1.0),
-    "posterize": (4.0, 8.0),
-    "rotate": (-30.0, 30.0),
-    "sharpness": (0.05, 0.95),
-    "shear_x": (-0.3, 0.3),
-    "shear_y": (-0.3, 0.3),
-    "solarize": (0.0, 256.0),
-    "translate_x": (-0.3, 0.3),
-    "translate_y": (-0.3, 0.3),
+DRAWN = {  # the ranges from which values of USB's operations are drawn
+    (0.0, 1.0): "autocontrast equalize identity",  # which have none
+    (0.05, 0.95): "brightness color contrast sharpness",
+    (-0.3, 0.3): "shear_x shear_y translate_x translate_y",
+    (-30.0, 30.0): "rotate",
+    (4.0, 8.0): "posterize",
+    (0.0, 256.0): "solarize",
 }
+RANGES = dict(sorted((name, ends) for ends, names in DRAWN.items() for name in names.split()))
 RANDAUGMENT = list(RANGES)
 BLOCK = 256  # images at once on a CPU: what fits its cache
 
@@ -266,22 +259,18 @@ def _stretched(images: Tensor) -> Tensor:
     scale = levels[255] / (high - low).clamp_min(1)  # a tensor: 255.0 / x is not a division
     # clamping what is never negative keeps a compiler from fusing product and difference
     product, offset = (levels * scale).clamp_min(0), (low * scale).clamp_min(0)
-    stretched = (product - offset).clamp(0, 255).long()
-    return torch.where(high > low, stretched, levels.long())
+    return torch.where(high > low, (product - offset).clamp(0, 255).long(), levels.long())
 
 
 def _equalised(images: Tensor) -> Tensor:
     """Equalize: the cumulative histogram in steps of its 255th part, in whole numbers."""
-    n = len(images)
     flat = images.flatten(2).long()
-    counts = torch.zeros(n, 3, 256, dtype=torch.int64, device=images.device)
-    counts.scatter_add_(2, flat, torch.ones_like(flat))
+    counts = flat.new_zeros(len(images), 3, 256).scatter_add_(2, flat, torch.ones_like(flat))
     last = counts.gather(2, flat.amax(2, keepdim=True))
     step = (counts.sum(2, keepdim=True) - last) // 255
     before = counts.cumsum(2) - counts
     table = (step // 2 + before) // step.clamp_min(1)
-    levels = torch.arange(256, device=images.device)
-    return torch.where(step > 0, table.clamp(0, 255), levels)
+    return torch.where(step > 0, table.clamp(0, 255), torch.arange(256, device=images.device))
 
 
 def _blend_grey(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
@@ -289,8 +278,7 @@ def _blend_grey(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     colour, sharp = (_is(op, name)[:, None, None, None] for name in ("color", "sharpness"))
     plain = images.float()
     base = torch.where(colour, grey(images).float(), torch.where(sharp, _smooth(plain), plain))
-    mixed = _blend(base, images, value[:, None, None, None])
-    return torch.where(colour | sharp, mixed, images)
+    return torch.where(colour | sharp, _blend(base, images, value[:, None, None, None]), images)
 
 
 def _smooth(images: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +148,12 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{hint} Known: {', '.join(known)}."
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """At most so many, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def find(name: str, table: Mapping[str, Callable[..., Any]], kind: str) -> Callable[..., Any]:

@@ -137,8 +137,7 @@ def _report_failures(progress: SuiteProgress) -> None:
         for line in engine.last_log_lines(item.job.folder):
             message(f"  {line}")
     if failed:
-        names = ", ".join(str(item.job.folder) for item in failed[:SHOWN_FAILURES])
-        names += f" and {len(failed) - SHOWN_FAILURES} more" if len(failed) > SHOWN_FAILURES else ""
+        names = spec.first_names([str(item.job.folder) for item in failed], SHOWN_FAILURES)
         raise Failed(
             f"{len(failed)} of {len(progress.items)} runs failed: {names}. "
             f"Their whole logs are in run.log there; the same command tries them again."

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from calmatch import files
 from calmatch.console import ProgressBar, message, run_guarded
@@ -64,8 +64,7 @@ def reached_step(folder: Path) -> int:
     """The step of the newest line; 0: none yet."""
     try:
         with files.open_file(folder / "times.jsonl") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 200))  # two lines at least
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200))  # two lines at least
             whole = [line for line in file.readlines() if line[:1] == b"{" and line[-1:] == b"\n"]
     except OSError:
         return 0
@@ -125,15 +124,9 @@ def start_job(
     with (jobs[0].folder / RUN_LOG).open("ab") as log:
         log.write(f"# {datetime.now():%Y-%m-%d %H:%M:%S} {' '.join(words)}\n".encode())
         log.flush()
-        return subprocess.Popen(
-            words,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=die_with_parent if linux else None,
-        )
+        how: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        how["preexec_fn"] = die_with_parent if linux else None
+        return subprocess.Popen(words, env={**os.environ, **env}, start_new_session=True, **how)
 
 
 def close_log(folder: Path, code: int, seconds: float) -> None:

@@ -55,8 +55,7 @@ def draw_reliability(figure: Figure, content: Content) -> None:
 
 def prepare_agreement(table: RunTable) -> Content:
     """Share of agreeing pictures among the accepted over time (Observation 2)."""
-    curves = [series(group, "train", ["agree"]) for group in table.groups]
-    curves = [curve for curve in curves if curve["step"]]
+    curves = [c for c in (series(g, "train", ["agree"]) for g in table.groups) if c["step"]]
     if not curves:
         raise ValueError("None of these runs accepted unlabelled pictures; nothing can agree.")
     return {"curves": _name_curves(curves)}
@@ -281,6 +280,7 @@ def draw_logits(figure: Figure, content: Content) -> None:
 
 
 METRICS = ("error", "ece")
+Radar = dict[str, dict[str, tuple[float, float, bool]]]  # column, row: error, ECE, doubt
 DOUBTED = "? holds a doubted number: docs/paper.md"
 
 
@@ -328,7 +328,7 @@ def draw_ranks(figure: Figure, content: Content) -> None:
 
 def prepare_radar(table: RunTable) -> Content:
     """Accuracy and ECE of each loss as radar plots, a plot a column."""
-    plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
+    plots: Radar = {}
     for group in table.groups:
         values = (tables.seed_values(group, metric).values() for metric in METRICS)
         error, ece = (stats.mean(list(numbers)).value for numbers in values)
@@ -340,16 +340,14 @@ def prepare_radar(table: RunTable) -> Content:
 
 def published_radar() -> Content:
     """The same from the supplement's table of the radar plots."""
-    plots: dict[str, dict[str, tuple[float, float, bool]]] = {}
-    numbers = PUBLISHED_TABLES["losses"]
+    plots, numbers = Radar(), PUBLISHED_TABLES["losses"]
     for row, column, _ in numbers:
         error, ece = (numbers[row, column, metric] for metric in METRICS)
-        doubted = bool(error.doubt or ece.doubt)
-        plots.setdefault(column, {})[row] = (error.value, ece.value, doubted)
+        plots.setdefault(column, {})[row] = (error.value, ece.value, bool(error.doubt or ece.doubt))
     return _radar_content(plots)
 
 
-def _radar_content(plots: Mapping[str, Mapping[str, tuple[float, float, bool]]]) -> Content:
+def _radar_content(plots: Radar) -> Content:
     """Of each column the rows with accuracy, ECE and doubt; a dataset's columns share a rim."""
     content = []
     for column, rows in plots.items():

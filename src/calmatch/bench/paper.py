@@ -125,8 +125,7 @@ CellKey = tuple[str, str, str]  # row, column, metric (as in `calmatch metrics`)
 def _read_published() -> dict[str, dict[CellKey, Published]]:
     """The printed tables of published.txt, which says how to read it."""
     tables: dict[str, dict[CellKey, Published]] = {}
-    text = Path(__file__).with_name("published.txt").read_text(encoding="utf-8")
-    for line in text.splitlines():
+    for line in Path(__file__).with_name("published.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             name, metrics, columns = re.split(r"[\[\]|]", line)[1:]
             places = [(column, metric) for metric in metrics.split() for column in columns.split()]

@@ -254,8 +254,7 @@ def run_attempt(
         began = sent = time.monotonic()
         stop = False
         # SIGKILL when the worker dies: nothing that a lost node does shall count or go on
-        own = job._replace(folder=folder)
-        process = engine.start_job(own, env=env, orphaned=signal.SIGKILL)
+        process = engine.start_job(job._replace(folder=folder), env=env, orphaned=signal.SIGKILL)
         try:
             while True:
                 code, files, now = process.poll(), {}, time.monotonic()

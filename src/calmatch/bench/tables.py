@@ -50,7 +50,6 @@ class RunTable(NamedTuple):
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
 
     def only(self, column: str) -> Self:
-        """One column alone."""
         if column not in self.columns:
             raise ValueError(f"There is no column {column!r}.{spec.nearest(column, self.columns)}")
         return self._replace(groups=[group for group in self.groups if group.column == column])
@@ -107,8 +106,7 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     there = {(group.row, group.column) for group in groups}
     gaps = [f"{c.row} on {c.column}" for c in cells.values() if (c.row, c.column) not in there]
     if suite and gaps:
-        more = f" and {len(gaps) - SHOWN_GAPS} more" if len(gaps) > SHOWN_GAPS else ""
-        notes.append(f"Not run yet: {', '.join(gaps[:SHOWN_GAPS])}{more}.")
+        notes.append(f"Not run yet: {spec.first_names(gaps, SHOWN_GAPS)}.")
     return RunTable(_tell_apart(groups), notes)
 
 
@@ -206,17 +204,14 @@ SCALED = "ece ece_crossfit ece_oracle nll nll_crossfit nll_oracle".split()
 def seed_values(group: Group | None, metric: str) -> dict[Seeds, float]:
     """A quantity of each run by its seeds, in its unit; runs that lack it are left out."""
     scale = QUANTITIES[metric].scale
-    values = {seeds: _run_value(run, metric) for seeds, run in group.runs.items()} if group else {}
-    return {seeds: scale * value for seeds, value in values.items() if value is not None}
-
-
-def _run_value(run: Run, metric: str) -> float | None:
     name, _, way = metric.rpartition("_")
-    if way not in ("crossfit", "oracle"):
-        interval = run.result.metrics.get(metric)
-        return None if interval is None else interval.value
-    scaled = run.result.temperature_scaled.get(way)
-    return None if scaled is None else scaled.ece if name == "ece" else scaled.nll
+    values: dict[Seeds, float | None] = {}
+    for seeds, run in group.runs.items() if group else ():
+        if way in ("crossfit", "oracle"):
+            values[seeds] = getattr(run.result.temperature_scaled.get(way), name, None)
+        else:
+            values[seeds] = getattr(run.result.metrics.get(metric), "value", None)
+    return {seeds: scale * value for seeds, value in values.items() if value is not None}
 
 
 def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:
@@ -242,8 +237,7 @@ def build_tables(table: RunTable, *, suite: str = "", compare: bool = False) -> 
     built += [part for part in optional if part is not None]
     if compare:
         built += published_tables(table, suite)
-    first = built[0]
-    built[0] = first._replace(notes=[*first.notes, _seeds_note(table), *table.notes])
+    built[0] = built[0]._replace(notes=[*built[0].notes, _seeds_note(table), *table.notes])
     return built
 
 
@@ -274,8 +268,7 @@ def grid_table(table: RunTable, metric: str) -> Table:
 def details_table(table: RunTable, column: str) -> Table:
     """Every quantity of one column."""
     columns = {_heading(metric): _column_entries(table, column, metric) for metric in DETAILS}
-    rows = table.only(column).rows
-    return _table_of(columns, rows, f"{column}: {SPREAD}", [ARROWS, SCALING])
+    return _table_of(columns, table.only(column).rows, f"{column}: {SPREAD}", [ARROWS, SCALING])
 
 
 def _table_of(
@@ -308,7 +301,6 @@ def _column_entries(table: RunTable, column: str, metric: str) -> dict[str, Entr
 def _mean_entry(
     values: Iterable[float], digits: int = 2, arrow: str = "", mark: Mark = ""
 ) -> Entry:
-    """A mean with its deviation."""
     numbers = list(values)
     if not numbers:
         return Entry("–")
@@ -489,8 +481,7 @@ def published_tables(table: RunTable, suite: str) -> list[Table]:
             notes = [*paper.PUBLISHED_NOTES, *(f"[{k}] {d}." for k, d in enumerate(doubts, 1))]
             title = f"{quantity.head} ({quantity.unit}), ours above the published, {SPREAD}"
             built.append(Table(title, ["row", *table.columns], rows, notes))
-    nothing = Table("Published numbers", ["row"], [], ["None of these cells is published."])
-    return built or [nothing]
+    return built or [Table("Published numbers", ["row"], [], ["None of these cells is published."])]
 
 
 def _published_entry(group: Group | None, metric: str, suite: str, doubts: list[str]) -> Entry:

@@ -28,6 +28,7 @@ FOLDS = 5  # at most
 COPY_BLOCK = 4096  # images on their way to the device at once
 Ids = NDArray[np.int64]
 ChunkRows = Callable[[int], Tensor]  # the rows of chunk k
+Read = Callable[[Tensor], Tensor]
 Views = dict[str, list[Tensor]]  # of both sides, x and u
 
 
@@ -69,9 +70,7 @@ def split(
     random = np.random.RandomState(seed)  # the legacy generator, which makes the field's splits
     if shuffle_first:
         random.shuffle(order)
-    chosen: list[Ids] = []
-    rest: list[Ids] = []
-    held: list[Ids] = []
+    chosen, rest, held = list[Ids](), list[Ids](), list[Ids]()
     for k in range(classes):
         ids = np.flatnonzero(y[order] == k)
         random.shuffle(ids)
@@ -115,10 +114,10 @@ def folds(labels: Sequence[int], seed: int) -> list[list[int]]:
     """
     random = np.random.default_rng([seed, 12])
     y = np.asarray(labels)
-    counts = np.unique(y, return_counts=True)[1]
+    classes, counts = np.unique(y, return_counts=True)
     number = int(np.clip(np.median(counts), 2, FOLDS))
     places: list[list[int]] = [[] for _ in range(number)]
-    for k in np.unique(y):
+    for k in classes:
         own = random.permutation(np.flatnonzero(y == k))
         for place, row in enumerate(own if len(own) > 1 else []):
             places[place % number].append(int(row))
@@ -169,9 +168,7 @@ class Batches:
         self.sources = {"x": labelled, "u": unlabelled}
         self.views, self.seed, self.chunk = views, seed, chunk
         self.device = labelled.device
-        self.mean, self.std = (
-            torch.tensor(values, device=self.device, dtype=dtype) for values in statistics
-        )
+        self.mean, self.std = (torch.tensor(v, device=self.device, dtype=dtype) for v in statistics)
         self.orders = {
             "x": Order(len(labelled), batch, seed, RandomStream.LABELLED_ORDER),
             "u": Order(len(unlabelled), unlabelled_batch, seed, RandomStream.UNLABELLED_ORDER),
@@ -257,7 +254,8 @@ def place_images(
 ) -> Source:
     """Resident where the rows need at most this share of free memory, streamed otherwise."""
     if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
-        return FileSource(images.some(rows))
+        # they stay in their file, of which the system's own cache holds what is used
+        return Resident(images.rows[rows], device, images.file.take)
     need = len(rows) * math.prod(images.shape[1:])
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -274,10 +272,10 @@ def place_images(
 
 
 class Resident:
-    """Images on the device, taken by row."""
+    """Images on the device, taken by row; or rows of images that `read` takes from a file."""
 
-    def __init__(self, images: Tensor, device: torch.device) -> None:
-        self.images, self.device = images.to(device), device
+    def __init__(self, images: Tensor, device: torch.device, read: Read = lambda x: x) -> None:
+        self.images, self.device, self.read = images.to(device), device, read
         self.plan: ChunkRows = lambda number: torch.tensor([number])
 
     def __len__(self) -> int:
@@ -285,31 +283,17 @@ class Resident:
 
     def chunk(self, number: int) -> Tensor:
         """uint8 images of chunk `number`."""
-        return self.images[ops.sent(self.plan(number), self.device)]
+        return self.read(self.images[ops.sent(self.plan(number), self.device)])
 
     def batches(self, size: int) -> Iterator[Tensor]:
         """All images in order."""
-        yield from self.images.split(size)
+        yield from map(self.read, self.images.split(size))
 
     def some(self, rows: Tensor) -> Self:
         """Only these rows."""
         other = copy.copy(self)
         other.images = self.images[rows.to(self.device)]
         return other
-
-
-class FileSource(Resident):
-    """Images that stay in their file: beside a CPU, the system's own cache holds what is used."""
-
-    def __init__(self, cached: CachedImages) -> None:
-        super().__init__(cached.rows, torch.device("cpu"))
-        self.file = cached.file
-
-    def chunk(self, number: int) -> Tensor:
-        return self.file.take(super().chunk(number))
-
-    def batches(self, size: int) -> Iterator[Tensor]:
-        yield from map(self.file.take, self.images.split(size))
 
 
 class Stream:

@@ -24,14 +24,9 @@ SVHN = ((0.4380, 0.4440, 0.4730), (0.1751, 0.1771, 0.1744))
 NEAR = 3.0  # grey levels, root mean square over 8 x 8 cells: closer images are near duplicates,
 NEAR_SHARE = 0.25  # if that is also under this share of their own contrast (open sea is all alike)
 CHECK_ROWS = 4096
-DATASETS = spec.Lookup(
-    {
-        name: f"data.dataset.{name}"
-        for name in "digits cifar10 cifar100 cifar100_lt stl10 svhn eurosat".split()
-    }
-    | {"folder": "data.dataset.class_folders", "synthetic": "data.dataset.synthetic"}
-    | {"pictures": "data.folder.own_images"}
-)
+_NAMES = "digits cifar10 cifar100 cifar100_lt stl10 svhn eurosat folder synthetic".split()
+DATASETS = spec.Lookup({name: f"data.dataset.{name}" for name in _NAMES})
+DATASETS["pictures"] = "data.folder.own_images"
 
 
 class Dataset(NamedTuple):
@@ -113,20 +108,16 @@ def cifar100_lt(
 
     n1 and m are the labelled and unlabelled images of the first class.
     """
-    plain = cifar100()
-    classes = len(plain.classes)
-    return plain._replace(
-        labelled_counts=tuple(long_tail(n1, gamma_l, classes)),
-        unlabelled_counts=tuple(long_tail(m, gamma_u, classes)),
-    )
+    plain, heads = cifar100(), ((n1, gamma_l), (m, gamma_u))
+    counts = [tuple(long_tail(*head, len(plain.classes))) for head in heads]
+    return plain._replace(labelled_counts=counts[0], unlabelled_counts=counts[1])
 
 
 def _cifar(kind: str, expected: str, statistics: Any) -> Dataset:
     sets = official_readers(kind, expected, {"train": True}, {"train": False})
     images = [torch.from_numpy(s.data).permute(0, 3, 1, 2).contiguous() for s in sets]
     labels = [torch.tensor(s.targets) for s in sets]
-    classes = tuple(sets[0].classes)
-    return Dataset(images[0], labels[0], images[1], labels[1], classes, *statistics)
+    return Dataset(images[0], labels[0], images[1], labels[1], tuple(sets[0].classes), *statistics)
 
 
 def svhn() -> Dataset:
@@ -144,21 +135,14 @@ def stl10() -> Dataset:
     n = len(train.data) + len(pool.data)
 
     def fill(images: Any) -> None:
-        images[: len(train.data)] = train.data
-        images[len(train.data) :] = pool.data
+        np.concatenate([train.data, pool.data], out=images)
 
     key = "-".join(["stl10", *(md5[:12] for _, md5 in train.train_list)])
     labels = torch.full((n,), -1)
     labels[: len(train.data)] = torch.from_numpy(train.labels).long()
-    return Dataset(
-        stored.cached_array(key, (n, *train.data.shape[1:]), fill).tensor,
-        labels,
-        torch.from_numpy(test.data),
-        torch.from_numpy(test.labels).long(),
-        tuple(train.classes),
-        *STL10,
-        whole_pool=True,
-    )
+    images = stored.cached_array(key, (n, *train.data.shape[1:]), fill).tensor
+    tests = torch.from_numpy(test.data), torch.from_numpy(test.labels).long()
+    return Dataset(images, labels, *tests, tuple(train.classes), *STL10, whole_pool=True)
 
 
 def eurosat(*, size: int = 32) -> Dataset:
@@ -184,7 +168,7 @@ def _find_eurosat() -> tuple[Path, str]:
     return root / "eurosat", "2750"
 
 
-def class_folders(*, path: str, size: int = 32, share: float = 0.2, cached: bool = True) -> Dataset:
+def folder(*, path: str, size: int = 32, share: float = 0.2, cached: bool = True) -> Dataset:
     """A folder of class folders; the last share of each class in file order is the test set.
 
     `cached=False` keeps no decoded copy: worker processes decode what each step needs.
@@ -201,8 +185,7 @@ def _read_classes(
     place: Path, below: str, size: int, title: str, share: float, cached: bool = True
 ) -> Dataset:
     groups, listed = _list_classes(place, below, size)
-    sizes = [len(names) for names in groups.values()]
-    labels = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    labels = torch.from_numpy(np.repeat(np.arange(len(groups)), [*map(len, groups.values())]))
     images = stored.load_cached(listed, title) if cached else listed
     return _hold_out(images, labels, share, tuple(groups))
 
@@ -243,8 +226,7 @@ def digits(*, noise: float = 0.0) -> Dataset:
     images = grey.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, None].repeat(1, 3, 1, 1)
     names = tuple(str(name) for name in loaded.target_names)
     statistics = ((0.305, 0.305, 0.305), (0.376, 0.376, 0.376))
-    labels = torch.from_numpy(loaded.target).long()
-    return _hold_out(images, labels, 1 / 3, names, *statistics)
+    return _hold_out(images, torch.from_numpy(loaded.target).long(), 1 / 3, names, *statistics)
 
 
 def synthetic(
@@ -284,8 +266,7 @@ def check_dataset(text: str, labels: int = 0, split_seed: int = 0) -> Iterator[t
     number = 0 if dataset.labelled_counts else 4 * len(dataset.classes)
     parts = dataset.split(labels or number, split_seed)
     first = ", ".join(map(str, parts.labelled[:5]))
-    known, pool = (len(rows) for rows in parts[:2])
-    words = f"{known:,} labelled ({first}, ...), {pool:,} unlabelled"
+    words = f"{len(parts.labelled):,} labelled ({first}, ...), {len(parts.unlabelled):,} unlabelled"
     yield f"split with seed {split_seed}", words
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -42,9 +42,8 @@ class ImageFolder(NamedTuple):
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def some(self, rows: Iterable[int]) -> ImageFolder:
+    def some(self, rows: Sequence[int]) -> ImageFolder:
         """Only these rows."""
-        rows = list(rows)
         names, labels = tuple(self.names[k] for k in rows), tuple(self.labels[k] for k in rows)
         return self._replace(names=names, labels=labels)
 
@@ -289,8 +288,7 @@ def own_images(
         raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
     test = held or [k for k in rows if folder.labels[k] >= 0]
     if not (mean and std):  # by up to 1,000 images
-        flat = images.take(rows[:: max(1, len(rows) // 1000)]).float().transpose(0, 1).flatten(1)
-        flat = flat / 255
+        flat = images.take(rows[:: max(1, len(rows) // 1000)]).div(255).transpose(0, 1).flatten(1)
         mean, std = tuple(flat.mean(1).tolist()), tuple(flat.std(1).clamp_min(0.02).tolist())
     train = (images.some(rows), y[rows])
     return Dataset(*train, images.some(test), y[test], folder.classes, mean, std, counts)
@@ -334,8 +332,7 @@ def read_labels(path: Path, names: Iterable[str] = ()) -> list[LabelRow]:
 def _decode_text(raw: bytes, path: Path) -> str:
     """UTF-8 or UTF-16 where they say so, else UTF-8, else Latin-1."""
     marked = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
-    kinds = ["utf-16"] if marked else ["utf-8-sig", "latin-1"]
-    for kind in kinds:
+    for kind in ("utf-16",) if marked else ("utf-8-sig", "latin-1"):
         try:
             text = raw.decode(kind)
         except UnicodeDecodeError:

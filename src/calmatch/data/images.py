@@ -232,8 +232,7 @@ def _decoded_bytes(image: Image.Image) -> int:
 
 def _plain_colours(image: Image.Image) -> Image.Image:
     """RGB of eight bits without transparency, made strip by strip where the image is large."""
-    deep = image.mode.startswith("I") or image.mode == "F"
-    top = _find_white(image) if deep else 0.0
+    top = _find_white(image) if image.mode.startswith("I") or image.mode == "F" else 0.0
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.width * image.height <= STRIP:
@@ -319,9 +318,7 @@ def walk_images(root: Path) -> Iterator[str | Skipped]:
             continue
         try:
             with os.scandir(path) as listing:
-                names = [
-                    entry.name + "/" * entry.is_dir(follow_symlinks=False) for entry in listing
-                ]
+                names = [item.name + "/" * item.is_dir(follow_symlinks=False) for item in listing]
         except OSError as error:
             if not name:
                 raise ValueError(f"{root} cannot be opened: {error.strerror}.") from error
@@ -423,8 +420,7 @@ def load_cached(listed: ImageFiles, title: str) -> Tensor:
 
 def _digest_files(listed: ImageFiles) -> str:
     """A key of the contents, names and size."""
-    total = hashlib.blake2b(digest_size=16)
-    total.update(f"v1 {listed.size}".encode())
+    total = hashlib.blake2b(f"v1 {listed.size}".encode(), digest_size=16)
     if is_zip(listed.root):  # the archive's own bytes say it all
         with files.open_file(listed.root) as archive:
             total.update(hashlib.file_digest(archive, "blake2b").digest())
@@ -457,9 +453,8 @@ def cache_folder() -> Path:
         if not (path / MARKER).exists() and not any(path.iterdir()):
             files.write(path / MARKER, SIGNATURE)
     except OSError as error:
-        raise ValueError(
-            f"The cache {path} cannot be used: {files.reason(error)}; set CALMATCH_CACHE."
-        ) from error
+        why = f"{files.reason(error)}; set CALMATCH_CACHE"
+        raise ValueError(f"The cache {path} cannot be used: {why}.") from error
     return path
 
 

@@ -166,12 +166,9 @@ def _write_label_studio(path: Path, root: Path, version: str) -> Iterator[WriteR
     place = PurePosixPath(root.relative_to(home).as_posix())
     tasks = []
     for row in sorted(rows, key=lambda row: float(row.confidence)):
-        choice = {"from_name": "choice", "to_name": "image", "type": "choices"}
-        guess = {
-            "model_version": version,
-            "score": round(row.confidence, 6),
-            "result": [choice | {"value": {"choices": [row.label]}}],
-        }
+        choice: dict[str, Any] = {"from_name": "choice", "to_name": "image", "type": "choices"}
+        choice["value"] = {"choices": [row.label]}
+        guess = {"model_version": version, "score": round(row.confidence, 6), "result": [choice]}
         address = "/data/local-files/?d=" + quote(os.fsencode(place / row.file))
         data = {"image": address, "set": list(row.set), "sure": row.sure}
         tasks.append(json.dumps({"data": data, "predictions": [guess]}))

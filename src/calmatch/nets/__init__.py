@@ -22,16 +22,10 @@ Norm = nn.modules.batchnorm._BatchNorm
 LITE = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")  # pretrained by default
 WIDE = ("wrn_28_2", "wrn_28_8", "wrn_37_2")
 CONVOLUTIONAL = (*LITE, *WIDE, "small", "tiny")  # they take images of any size
-NETS = spec.Lookup(
-    {name: f"nets.timm.{name}" for name in VITS}
-    | {name: f"nets.classic.{name}" for name in (*WIDE, *LITE)}
-    | {
-        "embedded": "nets.classic.Embedded",
-        "small": "nets.classic.Small",
-        "tiny": "nets.classic.Tiny",
-        "timm": "nets.timm.Timm",
-    }
-)  # `timm` is written timm.NAME
+NETS = spec.Lookup({name: f"nets.timm.{name}" for name in VITS})
+NETS |= {name: f"nets.classic.{name}" for name in (*WIDE, *LITE)}
+NETS |= {name: f"nets.classic.{name.title()}" for name in ("embedded", "small", "tiny")}
+NETS["timm"] = "nets.timm.Timm"  # written timm.NAME
 
 
 class Net(nn.Module):
@@ -70,8 +64,7 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
     if item.name.startswith("timm."):
         built: Any = NETS["timm"](classes, item.name.removeprefix("timm."), **settings)
     else:
-        target = spec.find(item.name, NETS, "net")
-        takes = inspect.signature(target).parameters
+        takes = inspect.signature(spec.find(item.name, NETS, "net")).parameters
         if "size" in takes:
             settings.setdefault("size", size)
         if file and "pretrained" in takes:
@@ -214,8 +207,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             return dict(safetensors.torch.load_file(files.regular(path)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
-            file = files.regular(path)
-            content: Any = torch.load(file, map_location="cpu", weights_only=True)
+            content: Any = torch.load(files.regular(path), map_location="cpu", weights_only=True)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file.") from error
     except MemoryError:

@@ -255,8 +255,7 @@ class TrimmedConv2d(nn.Conv2d):
         middle = [k // 2 for k in self.kernel_size]
         pad = [min(m, side - 1) for m, side in zip(middle, images.shape[-2:], strict=True)]
         rows, columns = (slice(m - p, m + p + 1) for m, p in zip(middle, pad, strict=True))
-        weight = self.weight[..., rows, columns]
-        return F.conv2d(images, weight, self.bias, 1, pad, 1, self.groups)
+        return F.conv2d(images, self.weight[..., rows, columns], self.bias, 1, pad, 1, self.groups)
 
 
 class Layered(nn.Module):

@@ -500,8 +500,7 @@ def _answered(ordered: Any, wrong: Any, error: float, doubt: float) -> int:
         return 0
     last = np.append(ordered[1:] != ordered[:-1], True)  # tied labels are answered together
     ks = np.flatnonzero(last) + 1
-    errors = np.cumsum(wrong)[ks - 1]
-    passed = special.bdtr(errors, ks, error) <= doubt / len(starts)
+    passed = special.bdtr(np.cumsum(wrong)[ks - 1], ks, error) <= doubt / len(starts)
     furthest = 0
     for start in starts:
         first = int(np.searchsorted(ks, start))

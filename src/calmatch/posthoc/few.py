@@ -46,8 +46,7 @@ def expected_accuracy(
     l + e l², l = log(labels a class / 4), learned over datasets with 2 to 10 labels a class.
     """
     numbers = np.array((prior or read_prior())["accuracy"])
-    known = accuracy_inputs(agreement, echo, labels_a_class)
-    return float(1 / (1 + np.exp(-numbers @ known)))
+    return float(1 / (1 + np.exp(-numbers @ accuracy_inputs(agreement, echo, labels_a_class))))
 
 
 def accuracy_inputs(agreement: float, echo: float, labels_a_class: float) -> list[float]:

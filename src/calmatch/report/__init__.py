@@ -62,7 +62,6 @@ def build(shown: Sequence[Run], path: Path) -> Path:
 
 
 def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
-    """The page's HTML."""
     scripts = [_libraries(), "\n".join(_read_asset(name) for name in SCRIPTS)]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -200,8 +199,7 @@ def single_run_details(run: Run, preds: Predictions) -> dict[str, Any]:
     names = files.read_arrays(run.folder / "predictions.npz").get("files")
     data["pictures"] = example_images(preds, examples, names)
     counts = {"looked": examples.considered, "whole": examples.whole}
-    command = runs.label_command(run)
-    data["asked"] = {"shown": asked_images(examples), "command": command, **counts}
+    data["asked"] = {"shown": asked_images(examples), "command": runs.label_command(run), **counts}
     data["inBins"] = []  # up to three wrong and three right ones of each bin (left, right]
     for bin in summary.reliability_bins(preds):
         inside = [k for k in rows if bin["left"] < float(preds.confidence[k]) <= bin["right"]]

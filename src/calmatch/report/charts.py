@@ -105,9 +105,7 @@ def draw_reliability_panel(axes: Axes, panel: dict[str, Any], title: str, size: 
 def draw_reliability_legend(figure: Figure) -> None:
     """What bars, dots and the line mean, below all panels."""
     bar: Any = Patch(color=PALETTE[0], label="share right (darker: more pictures)")
-    dot = Line2D(
-        [], [], color=PALETTE[1], marker="o", ls="", ms=3.5, label="a bin's mean confidence"
-    )
+    dot = Line2D([], [], c=PALETTE[1], marker="o", ls="", ms=3.5, label="a bin's mean confidence")
     line = Line2D([], [], color="0.6", ls="--", label="honest (below: too sure)")
     columns = 3 if figure.get_figwidth() > 6 else 2
     figure.legend(handles=[bar, line, dot], loc="outside lower center", ncols=columns, fontsize=7)

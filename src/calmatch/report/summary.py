@@ -129,9 +129,8 @@ def _answered(preds: Predictions) -> tuple[Tensor, Tensor, Tensor]:
     A threshold lies behind tied images, which are answered together.
     """
     ordered, order = preds.confidence.sort(descending=True)
-    last = torch.ones(len(ordered), dtype=torch.bool)
-    last[:-1] = ordered[1:] != ordered[:-1]
-    return ordered, (1 - preds.right)[order].cumsum(0), last.nonzero()[:, 0]
+    ends = torch.cat([ordered.diff().nonzero()[:, 0], torch.tensor([len(ordered) - 1])])
+    return ordered, (1 - preds.right)[order].cumsum(0), ends
 
 
 def most_answers(preds: Predictions, error: float) -> dict[str, float] | None:
@@ -286,6 +285,13 @@ RUN_TABLES = {  # the heads of their columns
     "tested": "step; set; error, %; ECE, %",
     "trained": "step; in use, %; agreeing, %; pseudo-labels right, %",
 }
+RUN_CELLS = {  # and what stands in them, as `_cell` reads it
+    "reliability": "left-right.0 n confidence accuracy low-high",
+    "smooth": "at.0 accuracy low-high",
+    "risk": "coverage error low-high promised threshold.2",
+    "tested": "step split error ece",
+    "trained": "step accepted agree pseudo_accuracy",
+}
 
 
 def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
@@ -312,37 +318,24 @@ def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
 
 def _run_rows(run: Data) -> dict[str, list[list[str]]]:
     """The rows of each of a run's tables."""
-    bins = [row for row in run["bins"] if row["n"]]
-    ranges = [(_range(row, ("left", "right"), 0), f"{row['n']:,}") for row in bins]
     names = [name for name in ("at", "accuracy", "low", "high") if name in run["smooth"]]
-    columns = zip(*(run["smooth"][name][::5] for name in names), strict=True)
-    points = [dict(zip(names, values, strict=True)) for values in columns]
+    curve = {name: run["smooth"][name][::5] for name in names}
+    points = [dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)]
     risk = run["risk"][:: max(1, len(run["risk"]) // 20)]
     risk = risk if risk[-1] is run["risk"][-1] else [*risk, run["risk"][-1]]
-    ends = [(percent(row["promised"]), percent(row["threshold"], 2)) for row in risk]
+    bins = [row for row in run["bins"] if row["n"]]
     trained = [line for line in run["trained"] if "accepted" in line]
-    shares = "accepted agree pseudo_accuracy"
+    lists = {**run, "reliability": bins, "smooth": points, "risk": risk, "trained": trained}
     return {
-        "reliability": [
-            [*start, *_percents(row, "confidence accuracy"), _range(row)]
-            for start, row in zip(ranges, bins, strict=True)
-        ],
-        "smooth": [[percent(p["at"], 0), percent(p["accuracy"]), _range(p)] for p in points],
-        "risk": [
-            [*_percents(row, "coverage error"), _range(row), *end]
-            for row, end in zip(risk, ends, strict=True)
-        ],
-        "tested": [
-            [f"{line['step']:,}", line["split"], *_percents(line, "error ece")]
-            for line in run["tested"]
-        ],
-        "trained": [[f"{line['step']:,}", *_percents(line, shares)] for line in trained],
+        key: [[_cell(row, name) for name in names.split()] for row in lists[key]]
+        for key, names in RUN_CELLS.items()
     }
 
 
-def _percents(row: Data, keys: str) -> list[str]:
-    return [percent(row.get(key)) for key in keys.split()]
-
-
-def _range(row: Data, ends: Sequence[str] = ("low", "high"), digits: int = 1) -> str:
-    return "–".join(percent(row[end], digits) for end in ends if end in row)
+def _cell(row: Data, name: str) -> str:
+    """A count, a word or a share: `at.0` has no decimals, `low-high` is a range, where it is."""
+    if name in ("n", "step", "split"):
+        return str(row[name]) if name == "split" else f"{row[name]:,}"
+    keys, _, digits = name.partition(".")
+    shown = [key for key in keys.split("-") if key in row or key == keys]
+    return "–".join(percent(row.get(key), int(digits or 1)) for key in shown)

@@ -135,7 +135,6 @@ def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
 
 
 def print_runs(runs: Sequence[Run]) -> None:
-    """The table of runs."""
     result, images = runs[0].result, runs[0].result.images
     averaged = "averaged " if result.weights == "ema" else ""
     best = "" if result.selected == "last" else f", {result.selected}"
@@ -186,8 +185,7 @@ def print_checked(
     table = Table("confidence", "pictures", "right", "95 % interval", box=SIMPLE_HEAD)
     for row in bins:
         cells = (f"{row['left']:.1f} to {row['right']:.1f}", f"{row['n']:,}")
-        ends = f"{row['low']:.0%} to {row['high']:.0%}"
-        table.add_row(*cells, f"{row['accuracy']:.0%}", ends)
+        table.add_row(*cells, f"{row['accuracy']:.0%}", f"{row['low']:.0%} to {row['high']:.0%}")
     console = Console(highlight=False)
     console.print(table)
     lines = [

@@ -47,8 +47,7 @@ class CheckpointWriter(ExitStack):
     def save(self, step: int, tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint; an error of the one before is raised here."""
         self.wait()
-        copies = copy_to_host(tensors, self.copies)
-        settings = (self.folder, step, copies, note, self.every)
+        settings = (self.folder, step, copy_to_host(tensors, self.copies), note, self.every)
         self.pending = self.pool.submit(save_checkpoint, *settings)
 
     def wait(self) -> None:
@@ -167,8 +166,7 @@ class Lines(ExitStack):
         first = ops.rank() == 0  # other ranks write into nothing
         names = ("metrics.jsonl", "times.jsonl")
         paths = [folder / name if first else Path(os.devnull) for name in names]
-        opened = [self.enter_context(path.open("ab", buffering=0)) for path in paths]
-        self.file, self.times = opened
+        self.file, self.times = (self.enter_context(path.open("ab", buffering=0)) for path in paths)
         if first:
             self.file.truncate(keep)
 
@@ -296,8 +294,7 @@ def _probe_losses(run: Training) -> dict[str, dict[str, Any]]:
         norm = torch.nn.utils.get_total_norm(list(exact.values()))
         numbers = {"value": float(loss.detach()), "gradient": float(norm)}
         plain = {k: x if math.isfinite(x) else str(x) for k, x in numbers.items()}  # for JSON
-        broken = [k for k, g in exact.items() if not g.isfinite().all()]
-        probes[name] = {**plain, "broken": broken}
+        probes[name] = {**plain, "broken": [k for k, g in exact.items() if not g.isfinite().all()]}
     return probes
 
 

@@ -137,21 +137,17 @@ def load_config(path: Path, default: Config, trust: bool = False) -> Config:
         raise ValueError(f"{path} is not valid JSON or YAML.") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} must hold one mapping of field names to values.")
-    changes = {str(key): _read_number(str(key), value) for key, value in fields.items()}
+    changes = {str(key): value for key, value in fields.items()}
+    for key, value in changes.items():  # YAML reads 5e-4 as text
+        if isinstance(value, str) and "float" in str(Config.__annotations__.get(key)):
+            with suppress(ValueError):
+                changes[key] = float(value)
     config = default.replace(**changes)
     check_config(config)
     for field in SPECS:
         if text := str(getattr(config, field)):
             spec.from_file(text, path, trust, "timm" if field == "net" else "")
     return config
-
-
-def _read_number(field: str, value: Any) -> Any:
-    """YAML reads 5e-4 as text; where a number is wanted it is one."""
-    if isinstance(value, str) and "float" in str(Config.__annotations__.get(field)):
-        with suppress(ValueError):
-            return float(value)
-    return value
 
 
 def check_config(config: Config) -> None:

@@ -161,9 +161,8 @@ def _digest_images(parts: Parts, most: int = 64) -> str:
     labels = parts.labels[torch.tensor(parts.split.labelled, dtype=torch.long)]
     rows = torch.arange(0, len(labels), max(1, len(labels) // most))
     pixels = _image_taker(parts.labelled)(rows)
-    total = hashlib.blake2b(labels.cpu().numpy().tobytes(), digest_size=16)
-    total.update(pixels.numpy().tobytes())
-    return total.hexdigest()
+    data = labels.cpu().numpy().tobytes() + pixels.numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _resume(trainings: Sequence[Training], folders: Sequence[Path], quiet: bool) -> list[int]:
@@ -249,8 +248,7 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
         held, truth = parts.sets["validation"]
         arrays |= {"held_labels": truth.numpy(), "held_log_probs": predict(held).numpy()}
     if config.keep_views and parts.momentum:
-        plain = Predictor(parts, config.eval_batch, parts.net)
-        arrays["plain_log_probs"] = plain(source).numpy()
+        arrays["plain_log_probs"] = Predictor(parts, config.eval_batch, parts.net)(source).numpy()
     unlabelled = _predict_unlabelled(folder, config, parts, predict)
     if ops.rank() == 0:
         console.message("Measuring, with bootstrap intervals ...", quiet)

@@ -1,7 +1,7 @@
 """Ready-made configs by name: the paper's datasets as USB trains them, and digits for a laptop."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from calmatch import spec
@@ -93,8 +93,7 @@ def cifar100_lt(method: str = "fixmatch", *, tail: str = "10,10", **changes: Any
     """Long-tailed CIFAR-100 with ViT-S/2: the only network that explains the published numbers."""
     gamma_l, gamma_u = tail.split(",")
     dataset = f"cifar100_lt(gamma_l={gamma_l}, gamma_u={gamma_u})"
-    config = cifar100(method, dataset=dataset, labels=0, include_labelled=False)
-    return config.replace(**changes)
+    return cifar100(method, dataset=dataset, labels=0, include_labelled=False).replace(**changes)
 
 
 def cifar100_lt_wrn(method: str = "fixmatch", *, tail: str = "10,10", **changes: Any) -> Config:
@@ -118,24 +117,18 @@ def cifar10(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Co
     return config.replace(**changes)
 
 
-_LABELS: Mapping[Callable[..., Config], tuple[int, ...]] = {
-    cifar100: (200, 400, 1_000),
-    cifar10: (40, 250),
-    eurosat: (20, 40),
-    stl10: (40, 100),
-    stl10_text: (40, 100),
+_SETTINGS: Mapping[Callable[..., Config], tuple[str, Sequence[Any]]] = {
+    cifar100: ("labels", (200, 400, 1_000)),
+    cifar10: ("labels", (40, 250)),
+    eurosat: ("labels", (20, 40)),
+    **dict.fromkeys((stl10, stl10_text), ("labels", (40, 100))),
+    **dict.fromkeys((cifar100_lt, cifar100_lt_wrn), ("tail", ("10,10", "10,-10", "15,15"))),
 }
 RECIPES: Mapping[str, Callable[..., Config]] = {
     "digits_40": digits_40,
     "digits_hard": digits_hard,
-    **{
-        f"{recipe.__name__}_{number}": functools.partial(recipe, labels=number)
-        for recipe, numbers in _LABELS.items()
-        for number in numbers
-    },
-    **{
-        f"{recipe.__name__}_{tail.replace(',', '_')}": functools.partial(recipe, tail=tail)
-        for recipe in (cifar100_lt, cifar100_lt_wrn)
-        for tail in ("10,10", "10,-10", "15,15")
-    },
+} | {
+    f"{recipe.__name__}_{value}".replace(",", "_"): functools.partial(recipe, **{setting: value})
+    for recipe, (setting, values) in _SETTINGS.items()
+    for value in values
 }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from calmatch import console, files
+from calmatch import console, files, spec
 from calmatch.options import ReplayOptions
 from calmatch.training import checkpoint
 from calmatch.training.config import Config, load_config
@@ -172,14 +172,9 @@ def replay_fault(folder: Path, options: ReplayOptions) -> None:
     print(f"{'loss':<{width}}  {'value':>10}  {'gradient':>10}  weights without a finite one")
     for name, probe in again["losses"].items():
         value, gradient = float(probe["value"]), float(probe["gradient"])
-        words = _first_names(probe["broken"])
+        words = spec.first_names(probe["broken"], 4)
         print(f"{name:<{width}}  {value:>10.4g}  {gradient:>10.4g}  {words}".rstrip())
-    print(f"\nNot finite after it: {_first_names(again['after'])}")
+    print(f"\nNot finite after it: {spec.first_names(again['after'], 4)}")
     for side in ("labelled", "unlabelled"):
         rows = ", ".join(map(str, again[side]))
         print(f"\n{side.capitalize()} pictures, as rows of the training set: {rows}")
-
-
-def _first_names(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

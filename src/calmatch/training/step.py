@@ -49,8 +49,7 @@ def make_training(config: Config, parts: Parts) -> Training:
     optimizer = build_optimizer(config.optimizer, groups, config.momentum, parts.device)
     often = config.eval_every > 0 and config.steps / config.eval_every >= OFTEN
     fast = cuda and often and config.compile is not False
-    bf16 = config.precision == "bf16"
-    predict = Predictor(parts, config.eval_batch, bf16=bf16, compiled=fast)
+    predict = Predictor(parts, config.eval_batch, bf16=config.precision == "bf16", compiled=fast)
     return Training(config, parts, objective, optimizer, predict)
 
 
@@ -264,8 +263,7 @@ def layer_depths(names: list[str]) -> dict[str, int]:
         if match := re.match(r"(.*?\.\d+)\.", name):
             depth[name] = blocks.setdefault(match[1], len(blocks) + 1)
         else:
-            last = not name.startswith("norm.")
-            depth[name] = len(blocks) + 1 if last and blocks else len(blocks)
+            depth[name] = len(blocks) + int(bool(blocks) and not name.startswith("norm."))
     return depth
 
 
@@ -291,8 +289,7 @@ def parameter_groups(
     """Optimizer groups of `net.body` and `net.heads`; each remembers its highest rate as `peak`."""
     body = {k: p for k, p in net.named_parameters() if k.startswith("body.") and p.requires_grad}
     exempt: Collection[str] = getattr(net.get_submodule("body"), "no_weight_decay", tuple)()
-    dims = {k[5:]: p.ndim for k, p in body.items()}
-    plain = layer_rates(dims, weight_decay, layer_decay, exempt)
+    plain = layer_rates({k[5:]: p.ndim for k, p in body.items()}, weight_decay, layer_decay, exempt)
     groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     for name, parameter in net.named_parameters():
         if name in body:
