@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -47,10 +47,11 @@ _silenced = False
 T = TypeVar("T")
 
 
-def message(text: str, quiet: bool = False) -> None:
-    """A line for the person at the console."""
-    if not quiet and not _silenced:
-        warn(text)
+def message(text: str | Iterable[str], quiet: bool = False) -> None:
+    """A line, or several, for the person at the console."""
+    for line in [text] if isinstance(text, str) else text:
+        if not quiet and not _silenced:
+            warn(line)
 
 
 def warn(text: str) -> None:

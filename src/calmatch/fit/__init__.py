@@ -136,8 +136,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
             candidates.append(refined)
     text.show_stage(4, quiet)
     best = portfolio.choose(candidates) if options.method is None else candidates[-1]
-    for line in text.describe_candidates(candidates, best):
-        console.message(line, quiet)
+    console.message(text.describe_candidates(candidates, best), quiet)
     text.show_stage(5, quiet)
     known = torch.from_numpy(best.log_probs), torch.from_numpy(best.labels)
     held = crossval.HeldOut(*known, rows[best.rows].tolist(), portfolio.FOLDS)
@@ -182,15 +181,13 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     notes = (*job.notes, settled["note"])
     own = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
     extractor = extractor.showing([augment.View(*view) for view in settled["views"]])
-    for note in notes:
-        console.message(f"  {note}", quiet)
+    console.message((f"  {note}" for note in notes), quiet)
     source, images = extractor.views.source, None
     if ray is None and 3 * source**2 * len(own.names) <= LARGEST:
         with console.ProgressBar("decoding", len(own.names), 0, quiet, unit="pictures") as bar:
             images, own = decode_folder(own, source, options.strict, bar, squash=True)
     console.message(text.describe_folder(own, fitting_size(own)[1]), quiet)
-    for note in own.notes:
-        console.message(f"  {note}", quiet)
+    console.message((f"  {note}" for note in own.notes), quiet)
     text.show_stage(3, quiet)
     crossval.count_folds(own.known, 0)
     if images is not None:
@@ -198,8 +195,7 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     files_own = ImageFiles(own.root, own.names, source, True)
     pool = features.compute_blocks(extractor, files_own, quiet, ray)
     images, own = leave_out_broken(files_own, own, pool.rows.tolist(), options.strict)
-    for line in text.describe_skipped(own):
-        console.message(line, quiet)
+    console.message(text.describe_skipped(own), quiet)
     return extractor, images, own, pool, notes
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import time
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from calmatch.core import Method
 from calmatch.data.batches import folds
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import ImageFiles, Images, take_images
-from calmatch.fit.portfolio import FITS, Extractor, time_image, time_student
+from calmatch.fit.portfolio import FITS, Extractor, time_call, time_image, time_student
 from calmatch.fit.portfolio import MOST as MOST_SEEN
 from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
 from calmatch.predict import count_workers
@@ -199,9 +198,9 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
 
 def time_decoding(listed: ImageFolder, size: int) -> float:
     """Seconds of one image, by some of them; threads share the work."""
-    began, names = time.perf_counter(), listed.names[:: max(1, len(listed.names) // 8)][:8]
-    decode_some(listed.root, names, size)
-    return (time.perf_counter() - began) / len(names) / (os.cpu_count() or 1)
+    names = listed.names[:: max(1, len(listed.names) // 8)][:8]
+    seconds = time_call(lambda: decode_some(listed.root, names, size))
+    return seconds / len(names) / (os.cpu_count() or 1)
 
 
 def decode_some(root: Path, names: tuple[str, ...], size: int) -> list[Any]:
@@ -241,8 +240,8 @@ def read_plan(entries: Any, options: FitOptions, folder: Path) -> FitPlan:
     """
     try:
         plan = FitPlan(**{**entries, "net": options.net, "notes": tuple(entries["notes"])})
-        hints = typing.get_type_hints(FitPlan)
-        fits = all(spec.fits(getattr(plan, name), hint) for name, hint in hints.items())
+        kinds = spec.field_types(FitPlan).items()
+        fits = all(spec.fits(getattr(plan, name), kind) for name, kind in kinds)
         fits = fits and 8 <= plan.size <= 1024 and all(isinstance(n, str) for n in plan.notes)
         for values in filter(None, (plan.mean, plan.std)):
             fits = fits and len(values) == 3 and all(0 <= float(v) <= 1 for v in values)
@@ -354,9 +353,5 @@ def _time_step(config: Config) -> float:
     few = config.replace(steps=12, chunk=4, compile=False)
     with torch.random.fork_rng():
         run = new_training(few)
-        for _ in range(4):
-            run.advance()
-        began = time.perf_counter()
-        for _ in range(8):
-            run.advance()
-    return (time.perf_counter() - began) / 8
+        time_call(run.advance, 4)
+        return time_call(run.advance, 8)

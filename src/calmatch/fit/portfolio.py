@@ -484,12 +484,8 @@ def time_image(extractor: Extractor, images: int = 16) -> float:
     """Seconds of one plain view of one image."""
     size = extractor.size
     pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8)
-    seconds = 0.0
-    for _ in range(2):  # the first time is slower
-        began = time.perf_counter()
-        extractor(pixels).sum().item()
-        seconds = time.perf_counter() - began
-    return seconds / images
+    extractor(pixels).sum().item()  # the first time is slower
+    return time_call(lambda: extractor(pixels).sum().item()) / images
 
 
 def time_student(images: int, classes: int, rounds: int = 4) -> float:
@@ -499,6 +495,13 @@ def time_student(images: int, classes: int, rounds: int = 4) -> float:
     inputs += np.random.default_rng(0).normal(size=inputs.shape).astype(np.float32)
     targets[:, 0] += inputs[:, 0]
     with BLAS.limit(limits=1, user_api="blas"):
-        began = time.perf_counter()
-        fit_linear(inputs, targets, DECAY, rounds)
-        return (time.perf_counter() - began) * 2 * 60 / rounds
+        seconds = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds))
+    return seconds * 2 * 60 / rounds
+
+
+def time_call(act: Callable[[], Any], times: int = 1) -> float:
+    """Seconds that one of so many calls takes."""
+    began = time.perf_counter()
+    for _ in range(times):
+        act()
+    return (time.perf_counter() - began) / times

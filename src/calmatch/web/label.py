@@ -224,8 +224,7 @@ def open_session(
     chosen = tuple(name for name in order if name in pool)
     device = ops.pick_device(options.device)
     net, _, notes = choose_network(FitOptions(options.pictures, net=options.net), device)
-    for note in notes:
-        console.message(note, options.quiet)
+    console.message(notes, options.quiet)
     extractor = portfolio.load_extractor(net, None, device)
     listed = folder.ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
     with console.ProgressBar("decoding", len(chosen), 0, options.quiet, unit="pictures") as bar:
