@@ -88,18 +88,16 @@ def silence() -> Iterator[None]:
 class ProgressBar:
     """A progress bar with rate and time left; silent when quiet, piped, or not the first rank."""
 
-    def __init__(
-        self, title: str, steps: int, start: int, quiet: bool, unit: str = "steps"
-    ) -> None:
+    def __init__(self, title: str, steps: int, done: int, quiet: bool, unit: str = "steps") -> None:
         self.show = not quiet and console.is_terminal and is_first_rank()
-        self.start = self.done = start
+        self.start = self.done = done
         self.began, self.unit = time.monotonic(), unit
         self.words: dict[str, str] = {}
         rate, note = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[note]}")
-        done = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
-        columns = (*done, rate, TimeRemainingColumn(), note)
+        start = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
+        columns = (*start, rate, TimeRemainingColumn(), note)
         self.progress = Progress(*columns, console=console, disable=not self.show)
-        self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
+        self.task = self.progress.add_task(title, total=steps, completed=done, rate="", note="")
 
     def __enter__(self) -> Self:
         self.progress.start()

@@ -367,9 +367,7 @@ def check_table(path: Path, labels: Path) -> Checked:
             (row["file"], row["label"], float(row["confidence"]), [float(row[k]) for k in columns])
             for row in rows
         ]
-        if not all(
-            own > 0 and all(0 <= p <= 1 for p in (own, *every)) for *_, own, every in answers
-        ):
+        if not all(own > 0 and all(0 <= p <= 1 for p in (own, *each)) for *_, own, each in answers):
             raise ValueError("no probabilities")
     except (UnicodeDecodeError, csv.Error, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a table that `calmatch predict` wrote.") from error
@@ -489,14 +487,10 @@ def spread_items(
     context.enable_progress_bars = False
     gpus, cores = count_workers(ray)
     most = max(1, min(len(items), gpus or cores))
-    work = ray.data.from_items(items, override_num_blocks=min(len(items), RAY_BLOCKS)).map(
-        worker,
-        fn_constructor_args=arguments,
-        compute=ray.data.ActorPoolStrategy(min_size=most, max_size=most),
-        num_cpus=1,
-        num_gpus=1 if gpus else 0,
-    )
-    yield from work.iter_rows()
+    pool = ray.data.ActorPoolStrategy(min_size=most, max_size=most)
+    needs = {"compute": pool, "num_cpus": 1, "num_gpus": 1 if gpus else 0}
+    data = ray.data.from_items(items, override_num_blocks=min(len(items), RAY_BLOCKS))
+    yield from data.map(worker, fn_constructor_args=arguments, **needs).iter_rows()
 
 
 def count_workers(ray: Any) -> tuple[int, int]:

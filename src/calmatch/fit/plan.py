@@ -122,15 +122,12 @@ def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
     """An option that would do nothing is a mistake."""
     if not frozen and options.engine != "local":
         raise ValueError("--engine ray is for a frozen network, whose features are computed once.")
-    if not frozen:
-        return
-    idle = [name for name in ("weak", "strong") if getattr(options, name) is not None]
+    idle = dict.fromkeys(("weak", "strong"), "--no-frozen")
     if options.method is None:
-        names = ("penalty", "steps", "batch")
-        idle += [name for name in names if getattr(options, name) is not None]
-    if idle:
-        more = "--no-frozen" if idle[0] in ("weak", "strong") else "--method NAME or --no-frozen"
-        raise ValueError(f"--{idle[0]} does nothing while the network is frozen; add {more}.")
+        idle |= dict.fromkeys(("penalty", "steps", "batch"), "--method NAME or --no-frozen")
+    for name, more in idle.items() if frozen else ():
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} does nothing while the network is frozen; add {more}.")
 
 
 def dataset_spec(
@@ -298,10 +295,8 @@ def make_plan(
         steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
         lasting += steps[-1] * seconds / 60
     if late:
-        note = (
-            f"It takes about {lasting:.0f} minutes instead of {options.minutes:g}, because fewer "
-        )
-        note += f"than {FEWEST} steps teach nothing. A smaller --size is faster."
+        note = f"It takes about {lasting:.0f} minutes instead of {options.minutes:g}, because "
+        note += f"fewer than {FEWEST} steps teach nothing. A smaller --size is faster."
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
@@ -341,10 +336,8 @@ def choose_views(options: FitOptions, size: int, colourless: bool) -> tuple[str,
     if not colourless or options.weak or options.strong:
         return weak, strong, []
     strong = "rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)"
-    note = (
-        "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
-        '--weak and --strong choose other views, "flip|crop(4)" for example.'
-    )
+    note = "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
+    note += '--weak and --strong choose other views, "flip|crop(4)" for example.'
     return f"crop({max(1, size // 16)})", strong, [note]
 
 

@@ -70,12 +70,9 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
     shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=ignored)
     files.write(folder / "result.json", files.read_bytes(trained / "result.json"))  # comes last
     base = load_run(folder).result
-    base = dataclasses.replace(
-        base,
-        best_on_test=None,  # the labels that were learned from stood in for a test set
-        temperature_scaled={},
-        notes=(*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes),
-    )
+    notes = (*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes)
+    # the labels that were learned from stood in for a test set
+    base = dataclasses.replace(base, best_on_test=None, temperature_scaled={}, notes=notes)
     held = tried[best]
     note = "Each evaluated label was predicted by a fold model that had not seen it."
     if not held.folds:
