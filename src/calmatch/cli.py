@@ -207,13 +207,10 @@ def _push(options: opts.PushOptions) -> None:
 
 def _bench(words: list[str]) -> None:
     """A suite of runs, with its table and figures; on one machine or a cluster."""
-    if not words:
+    if words:
+        _calling("bench", "run_suite")(_parse("BenchOptions", words, "bench"))
+    else:
         _list("suites")(words)
-        return
-    options = _parse("BenchOptions", words, "bench")
-    from calmatch.bench import run_suite
-
-    run_suite(options)
 
 
 def _figure(words: list[str]) -> None:
@@ -269,7 +266,7 @@ def _list(kind: str) -> Callable[[list[str]], None]:
     return show
 
 
-def _calling(module: str, function: str, line: str) -> Callable[[Any], None]:
+def _calling(module: str, function: str, line: str = "") -> Callable[[Any], None]:
     """A command that is one function of the options, in a module that is loaded by then."""
 
     def run(options: Any) -> None:
@@ -303,8 +300,5 @@ COMMANDS: dict[str, tuple[Callable[[Any], None], str]] = {
     "methods": (_list("methods"), ""),
     "datasets": (_datasets, ""),
     "nets": (_nets, ""),
-    "recipes": (_list("recipes"), ""),
-    "losses": (_list("losses"), ""),
-    "metrics": (_list("metrics"), ""),
-    "augmentations": (_list("augmentations"), ""),
+    **{kind: (_list(kind), "") for kind in ("recipes", "losses", "metrics", "augmentations")},
 }

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -47,10 +47,11 @@ _silenced = False
 T = TypeVar("T")
 
 
-def message(text: str, quiet: bool = False) -> None:
-    """A line for the person at the console."""
-    if not quiet and not _silenced:
-        warn(text)
+def message(text: str | Iterable[str], quiet: bool = False) -> None:
+    """A line, or several, for the person at the console."""
+    for line in [text] if isinstance(text, str) else text:
+        if not quiet and not _silenced:
+            warn(line)
 
 
 def warn(text: str) -> None:
@@ -87,18 +88,16 @@ def silence() -> Iterator[None]:
 class ProgressBar:
     """A progress bar with rate and time left; silent when quiet, piped, or not the first rank."""
 
-    def __init__(
-        self, title: str, steps: int, start: int, quiet: bool, unit: str = "steps"
-    ) -> None:
+    def __init__(self, title: str, steps: int, done: int, quiet: bool, unit: str = "steps") -> None:
         self.show = not quiet and console.is_terminal and is_first_rank()
-        self.start = self.done = start
+        self.start = self.done = done
         self.began, self.unit = time.monotonic(), unit
         self.words: dict[str, str] = {}
         rate, note = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[note]}")
-        done = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
-        columns = (*done, rate, TimeRemainingColumn(), note)
+        start = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
+        columns = (*start, rate, TimeRemainingColumn(), note)
         self.progress = Progress(*columns, console=console, disable=not self.show)
-        self.task = self.progress.add_task(title, total=steps, completed=start, rate="", note="")
+        self.task = self.progress.add_task(title, total=steps, completed=done, rate="", note="")
 
     def __enter__(self) -> Self:
         self.progress.start()

@@ -72,10 +72,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             known = [v for v in values if not (v is None or str(v) in ("-1", "-1.0"))]
             if len({isinstance(value, str) for value in known}) > 1:
                 raise ValueError("The labels mix texts and numbers; use one kind in y.")
-        if not hasattr(X, "shape"):
-            X = np.asarray(X)  # noqa: N806
-        pictures = len(X.shape) > 2
-        if pictures:
+        if pictures := np.ndim(X) > 2:
             X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
             y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=False)
             if len(X) != len(y):

@@ -78,10 +78,9 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
     if not path.parent.is_dir() or path.is_dir():
         raise ValueError(f"{path} cannot be written: its folder is not there, or it is a folder.")
     model.to("cpu")
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, 3, model.size, model.size)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    odd = torch.randint(0, 256, (2, 3, 45, 61), dtype=torch.uint8, generator=generator)
+    how: Any = {"dtype": torch.uint8, "generator": torch.Generator().manual_seed(0)}
+    images = torch.randint(0, 256, (3, 3, model.size, model.size), **how)
+    odd = torch.randint(0, 256, (2, 3, 45, 61), **how)
     with _silence_exporters():
         data = (_onnx if to == "onnx" else _pt2)(model, odd)
         check_export(data, to, model, images)
@@ -171,8 +170,7 @@ def _silence_exporters() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)

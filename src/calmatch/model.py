@@ -312,11 +312,8 @@ def are_tta(views: Any) -> bool:
 
 
 def _are_three(values: Any, least: float = -1e6) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == 3
-        and all(type(v) in (int, float) and least < v < 1e6 for v in values)
-    )
+    three = isinstance(values, list) and len(values) == 3
+    return three and all(type(v) in (int, float) and least < v < 1e6 for v in values)
 
 
 _CHECKS: Mapping[str, Callable[[Any], bool]] = {

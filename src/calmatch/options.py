@@ -14,6 +14,12 @@ from urllib.parse import urlsplit
 
 import tyro
 
+RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+Pictures = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
+OutFile = Annotated[Path | None, tyro.conf.arg(aliases=["-o"])]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Engine = Literal["local", "ray"]
+
 
 @dataclass
 class DemoOptions:
@@ -46,10 +52,9 @@ class FitOptions:
     penalty: str | None = None
     # A name of `calmatch nets`, or timm.NAME; unset: the best pretrained one that can be had.
     net: str | None = None
-    # Only the last layer learns: the default where the network is pretrained.
-    frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    frozen: Flag = False  # Only the last layer learns: the default where the network is pretrained.
     # All layers learn: the default with --from, or where nothing is pretrained.
-    no_frozen: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_frozen: Flag = False
     # Test-time augmentation: views whose mean a frozen network predicts; unset: as time allows.
     tta: int | None = None
     # Pixels of a side; unset: the pretrained network's own, or from the pictures.
@@ -65,7 +70,7 @@ class FitOptions:
     strict: bool = False  # A file that cannot be decoded is an error instead of being skipped.
     device: str = "auto"  # cuda, mps, cpu, or auto.
     # ray computes features of a frozen network on a cluster whose nodes all see the pictures.
-    engine: Literal["local", "ray"] = "local"
+    engine: Engine = "local"
     address: str | None = None  # A Ray cluster; auto: the one running here. By default a new one.
     # Import code that the model of --from, or the folder that is continued, names.
     trust: bool = False
@@ -135,17 +140,14 @@ def hub_answers(seconds: float = 2.0) -> bool:
 class LabelOptions:
     """A page that asks for the labels which teach most; every answer is saved at once."""
 
-    # A folder of pictures, and those in it.
-    pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
+    pictures: Pictures  # A folder of pictures, and those in it.
     # Where answers go, as `fit --labels` reads them; what is there is continued.
     labels: Path = Path("labels.csv")
     # A run folder made by fit: the pictures it would label next are asked for first.
     first: Path | None = None
-    # The network whose features tell what is alike; unset: as fit chooses.
-    net: str | None = None
+    net: str | None = None  # The network whose features tell what is alike; unset: as fit chooses.
     port: int = 8765  # Of the page; another one where this is taken.
-    # Print the address and open nothing.
-    no_browser: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_browser: Flag = False  # Print the address and open nothing.
     device: str = "auto"  # cuda, mps, cpu, or auto.
     quiet: bool = False  # No progress; only the address, and what was saved.
 
@@ -200,8 +202,7 @@ class ReportOptions:
 class ReplayOptions:
     """Train a run's config again and compare the numbers; the run folder is only read."""
 
-    # A run folder; RUN/fault repeats the step whose numbers were not finite.
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunFolder  # A run folder; RUN/fault repeats the step whose numbers were not finite.
     # Only the first steps; by default all, of an unfinished run as many as it has logged.
     steps: int | None = None
     # The largest difference that counts as the same; further away is exit code 1.
@@ -218,8 +219,7 @@ class PredictOptions:
 
     # A run folder, or hf://USER/NAME on the Hugging Face Hub.
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    # A folder (and those in it), a .zip, or one picture.
-    pictures: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PICTURES")]
+    pictures: Pictures  # A folder (and those in it), a .zip, or one picture.
     # A .csv or .parquet file.
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("predictions.csv")
     # Another program's file instead: Label Studio or FiftyOne (.json), Camtrap DP (.csv).
@@ -231,7 +231,7 @@ class PredictOptions:
     workers: int = 0  # Threads that decode pictures, and on a CPU compute; 0: one for each core.
     device: str = "auto"  # auto, cpu, cuda or mps.
     # ray spreads the work over a cluster whose nodes all see the pictures.
-    engine: Literal["local", "ray"] = "local"
+    engine: Engine = "local"
     address: str | None = None  # A Ray cluster; auto: the one running here. By default a new one.
     trust: bool = False  # Import code that the model names.
     quiet: bool = False  # No progress bar and no lines.
@@ -241,10 +241,9 @@ class PredictOptions:
 class ExportOptions:
     """A model as one file for other programs: bytes in, calibrated probabilities out."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # A run folder.
+    run: RunFolder  # A run folder.
     to: Literal["onnx", "pt2"] = "onnx"  # onnx runs anywhere; pt2 is torch.export's own.
-    # The file; by default model.onnx or model.pt2 in the run folder.
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    out: OutFile = None  # The file; by default model.onnx or model.pt2 in the run folder.
     trust: bool = False  # Import code that the model names.
     quiet: bool = False  # No lines.
 
@@ -253,8 +252,7 @@ class ExportOptions:
 class ServeOptions:
     """POST a picture to /predict and get JSON; a page to drop one on; /openapi.json says all."""
 
-    # A run folder, or hf://USER/NAME on the Hugging Face Hub.
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    run: RunFolder  # A run folder, or hf://USER/NAME on the Hugging Face Hub.
     # Another address lets other machines in, by a token: CALMATCH_TOKEN, or a new one.
     host: str = "127.0.0.1"
     port: int = 8000  # Another one is taken where this is in use.
@@ -271,7 +269,7 @@ class ServeOptions:
 class PushOptions:
     """Weights, a card and a figure, made from the run; `hf auth login` first, or set HF_TOKEN."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # A run folder.
+    run: RunFolder  # A run folder.
     # The repository; it is made if it is not there.
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="USER/NAME")]
     private: bool = False  # A new repository is private.
@@ -284,8 +282,7 @@ class BenchOptions:
     suite: tyro.conf.Positional[str]
     out: Path = Path("runs")  # Where the run folders, the table and the figures go.
     seeds: tuple[int, ...] = ()  # Which seeds; by default the suite's own, 0 1 2.
-    # Where runs happen: on this machine's devices, or on a Ray cluster.
-    engine: Literal["local", "ray"] = "local"
+    engine: Engine = "local"  # Where runs happen: on this machine's devices, or on a Ray cluster.
     address: str | None = None  # A Ray cluster; auto: the one running here. By default a new one.
     jobs: int = 0  # Runs at once on a device (GPU, or CPU); 0: three seeds a GPU, one a core.
     # Stop after so long, by checkpoint; a run that would not be done by then is not begun.
@@ -315,8 +312,7 @@ class TableOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     # The format; by default what the file's name ends in, else Markdown.
     to: Literal["md", "latex", "csv"] | None = None
-    # A file instead of the console.
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    out: OutFile = None  # A file instead of the console.
     suite: str | None = None  # Only the cells of this suite, in its order.
     # The paper's numbers beside ours, doubtful ones marked with the reason.
     published: bool = False
@@ -327,8 +323,7 @@ class FigureOptions:
     """A figure of the paper from run folders."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()
-    # An .svg, .pdf or .png; by default NAME.svg here.
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    out: OutFile = None  # An .svg, .pdf or .png; by default NAME.svg here.
     suite: str | None = None  # Only the cells of this suite, in its order.
     column: str | None = None  # Only this column (`eurosat_40`); most figures are made for one.
     target: int = 5  # The class whose logits are shown (figure logits).

@@ -105,8 +105,7 @@ def predict(
     counts = Counts(answered, sure, skipped, out)
     if formulas and out.suffix == ".csv":  # names are left as they are: they are looked up again
         console.warn(f"{formulas} names begin like a formula: let a spreadsheet import it as text.")
-    for line in _summarise(model, counts, table.skipped):
-        console.message(line, quiet)
+    console.message(_summarise(model, counts, table.skipped), quiet)
     return counts
 
 
@@ -258,28 +257,24 @@ class AnswerTable:
     def __init__(self, write: WriteRow, beside: Path, stack: ExitStack) -> None:
         self.write, self.beside, self.stack = write, beside, stack
         self.skipped: list[Skipped] = []  # the first ones
-        self.list: CsvRows | None = None
+        self.list: Callable[[Sequence[str]], Any] | None = None
 
     def skip(self, file: str, reason: str) -> None:
         if self.list is None:
             draft = self.stack.enter_context(files.draft(self.beside))
             opened = self.stack.enter_context(draft.open("w", newline="", encoding="utf-8"))
-            self.list = CsvRows(opened)
-            self.list.writerow(("file", "reason"))
-        self.list.writerow((valid_text(file), valid_text(reason)))
+            self.list = csv_writer(opened)
+            self.list(("file", "reason"))
+        self.list((valid_text(file), valid_text(reason)))
         if len(self.skipped) < SHOWN:
             self.skipped.append(Skipped(file, reason))
 
 
-class CsvRows:
+def csv_writer(file: Any) -> Callable[[Sequence[str]], Any]:
     """CSV; Python before 3.13 leaves a lone carriage return unquoted, where readers end the row."""
-
-    def __init__(self, file: Any) -> None:
-        self.plain = csv.writer(file, lineterminator="\n")
-        self.quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
-
-    def writerow(self, cells: Sequence[str]) -> None:
-        (self.quoted if any("\r" in cell for cell in cells) else self.plain).writerow(cells)
+    plain = csv.writer(file, lineterminator="\n")
+    quoted = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    return lambda cells: (quoted if "\r" in "".join(cells) else plain).writerow(cells)
 
 
 @contextmanager
@@ -288,11 +283,11 @@ def _open_csv(more: tuple[str, ...], path: Path) -> Iterator[WriteRow]:
         file, label, confidence, names, sure, probs = row
         truth = "true" if sure else "false"
         cells = (valid_text(file), label, f"{confidence:.6f}", join_names(names), truth)
-        rows.writerow((*cells, *(f"{value:.6g}" for value in probs)))
+        write_row((*cells, *(f"{value:.6g}" for value in probs)))
 
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as opened:
-        rows = CsvRows(opened)
-        rows.writerow((*TABLE_COLUMNS, *more))
+        write_row = csv_writer(opened)
+        write_row((*TABLE_COLUMNS, *more))
         yield write
 
 
@@ -372,9 +367,7 @@ def check_table(path: Path, labels: Path) -> Checked:
             (row["file"], row["label"], float(row["confidence"]), [float(row[k]) for k in columns])
             for row in rows
         ]
-        if not all(
-            own > 0 and all(0 <= p <= 1 for p in (own, *every)) for *_, own, every in answers
-        ):
+        if not all(own > 0 and all(0 <= p <= 1 for p in (own, *each)) for *_, own, each in answers):
             raise ValueError("no probabilities")
     except (UnicodeDecodeError, csv.Error, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a table that `calmatch predict` wrote.") from error
@@ -494,14 +487,10 @@ def spread_items(
     context.enable_progress_bars = False
     gpus, cores = count_workers(ray)
     most = max(1, min(len(items), gpus or cores))
-    work = ray.data.from_items(items, override_num_blocks=min(len(items), RAY_BLOCKS)).map(
-        worker,
-        fn_constructor_args=arguments,
-        compute=ray.data.ActorPoolStrategy(min_size=most, max_size=most),
-        num_cpus=1,
-        num_gpus=1 if gpus else 0,
-    )
-    yield from work.iter_rows()
+    pool = ray.data.ActorPoolStrategy(min_size=most, max_size=most)
+    needs = {"compute": pool, "num_cpus": 1, "num_gpus": 1 if gpus else 0}
+    data = ray.data.from_items(items, override_num_blocks=min(len(items), RAY_BLOCKS))
+    yield from data.map(worker, fn_constructor_args=arguments, **needs).iter_rows()
 
 
 def count_workers(ray: Any) -> tuple[int, int]:

@@ -433,7 +433,7 @@ def test_features_that_are_streamed_make_the_same_model(engine, tmp_path, monkey
     asked = options(root, frozen=True, tta=2)
     usual = fit_into(asked, tmp_path / "usual")
     monkeypatch.setenv("CALMATCH_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(fits, "LARGEST", 0)
+    monkeypatch.setattr(fits.listing, "LARGEST", 0)
     streamed = fit_into(dataclasses.replace(asked, engine=engine), tmp_path / "streamed")
     assert streamed.result.skipped == usual.result.skipped
     assert streamed.result.metrics == usual.result.metrics

@@ -56,7 +56,7 @@ def test_it_is_kept_only_if_it_is_better_and_an_interruption_keeps_what_was_trai
             fit_into(asked, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "work" / "refined").iterdir())
     assert kept == ["all.safetensors", *(f"fold{k}.safetensors" for k in range(4))]
-    monkeypatch.setattr(whole.Refinement, "_refine", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(whole, "write_checkpoint", lambda *_: pytest.fail("trained again"))
     run = fit_into(asked, tmp_path / "run")
     losses = load_run(run.folder).result.scores
     assert run.result.kept == "transductive" or losses[run.result.kept] < losses["transductive"]

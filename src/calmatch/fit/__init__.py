@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from calmatch import augment, console, files, nets, ops, posthoc, runs
-from calmatch.data.folder import (
-    LARGEST,
-    ImageFolder,
-    decode_folder,
-    fitting_size,
-    leave_out_broken,
-    read_folder,
-)
+from calmatch.data import folder as listing
 from calmatch.data.images import LARGEST_FILE, ImageFiles, take_images
 from calmatch.fit import ask, crossval, features, plan, portfolio, text
 from calmatch.fit.whole import Refinement, can_refine, fit_whole, start_from
@@ -62,20 +55,18 @@ def _read_earlier(folder: Path, options: FitOptions) -> dict[str, Any]:
     try:
         earlier = files.read_json(path)
         held: Mapping[str, Any] = earlier["options"]
-        other = [k for k, v in options.dump().items() if held.get(k) != v and k != "device"]
+        odd = [k for k, v in options.dump().items() if held.get(k) != v and k != "device"]
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
-    if other:
-        key = "pictures" if other[0] == "pictures" else f"--{other[0]}"
-        raise ValueError(
-            f"{folder} was made with {key} {held.get(other[0])}; choose another --out."
-        )
+    if odd:
+        key = "pictures" if odd[0] == "pictures" else f"--{odd[0]}"
+        raise ValueError(f"{folder} was made with {key} {held.get(odd[0])}; choose another --out.")
     return earlier
 
 
 def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: float) -> runs.Run:
     text.show_stage(1, options.quiet)
-    listed = read_folder(options.pictures, options.labels, options.strict)
+    listed = listing.read_folder(options.pictures, options.labels, options.strict)
     digest = _digest(listed)
     if before and before.get("digest") != digest:
         raise ValueError(
@@ -95,7 +86,7 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: fl
     return _finish(job, outcome)
 
 
-def _digest(folder: ImageFolder) -> str:
+def _digest(folder: listing.ImageFolder) -> str:
     """Of names, sizes, labels and what is labelled: a resumed fit must not mix pictures."""
     total = hashlib.blake2b(digest_size=16)
     for name, label in zip(folder.names, folder.labels, strict=True):
@@ -136,8 +127,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
             candidates.append(refined)
     text.show_stage(4, quiet)
     best = portfolio.choose(candidates) if options.method is None else candidates[-1]
-    for line in text.describe_candidates(candidates, best):
-        console.message(line, quiet)
+    console.message(text.describe_candidates(candidates, best), quiet)
     text.show_stage(5, quiet)
     known = torch.from_numpy(best.log_probs), torch.from_numpy(best.labels)
     held = crossval.HeldOut(*known, rows[best.rows].tolist(), portfolio.FOLDS)
@@ -182,24 +172,21 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     notes = (*job.notes, settled["note"])
     own = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
     extractor = extractor.showing([augment.View(*view) for view in settled["views"]])
-    for note in notes:
-        console.message(f"  {note}", quiet)
+    console.message((f"  {note}" for note in notes), quiet)
     source, images = extractor.views.source, None
-    if ray is None and 3 * source**2 * len(own.names) <= LARGEST:
+    if ray is None and 3 * source**2 * len(own.names) <= listing.LARGEST:
         with console.ProgressBar("decoding", len(own.names), 0, quiet, unit="pictures") as bar:
-            images, own = decode_folder(own, source, options.strict, bar, squash=True)
-    console.message(text.describe_folder(own, fitting_size(own)[1]), quiet)
-    for note in own.notes:
-        console.message(f"  {note}", quiet)
+            images, own = listing.decode_folder(own, source, options.strict, bar, squash=True)
+    console.message(text.describe_folder(own, listing.fitting_size(own)[1]), quiet)
+    console.message((f"  {note}" for note in own.notes), quiet)
     text.show_stage(3, quiet)
     crossval.count_folds(own.known, 0)
     if images is not None:
         return extractor, images, own, features.compute_blocks(extractor, images, quiet), notes
     files_own = ImageFiles(own.root, own.names, source, True)
     pool = features.compute_blocks(extractor, files_own, quiet, ray)
-    images, own = leave_out_broken(files_own, own, pool.rows.tolist(), options.strict)
-    for line in text.describe_skipped(own):
-        console.message(line, quiet)
+    images, own = listing.leave_out_broken(files_own, own, pool.rows.tolist(), options.strict)
+    console.message(text.describe_skipped(own), quiet)
     return extractor, images, own, pool, notes
 
 
@@ -254,7 +241,7 @@ def _write_head(
     extractor: portfolio.Extractor,
     embedding: portfolio.Embedding,
     best: portfolio.Candidate,
-    own: ImageFolder,
+    own: listing.ImageFolder,
 ) -> None:
     """The network with its new last layer, and what a run folder holds besides."""
     folder, seed, size = job.folder, job.options.seed, extractor.views.source
@@ -281,13 +268,9 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
     origin = {"command": _command(options), "learned_by": outcome.kept}
     save_calibration(folder, *calibration[:3], origin)
     names = [own.names[row] for row in held.rows]
-    files.write_npz(
-        folder / "predictions.npz",
-        log_probs=calibration.log_probs.numpy(),
-        raw_log_probs=held.log_probs.numpy(),
-        labels=held.labels.numpy(),
-        files=np.array(names),
-    )
+    kept = {"log_probs": calibration.log_probs, "raw_log_probs": held.log_probs}
+    arrays = {name: part.numpy() for name, part in {**kept, "labels": held.labels}.items()}
+    files.write_npz(folder / "predictions.npz", **arrays, files=np.array(names))
     asked = _predict_unlabelled(job, outcome)
     rows = torch.tensor(held.rows)
     evaluated = runs.Predicted(

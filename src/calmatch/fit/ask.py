@@ -162,9 +162,7 @@ def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
     return Learned(weights, fitted.temperature, error, (agreement, each), shown, labels[out])
 
 
-def _student(
-    teachers: Teachers, rows: Rows, labels: Rows, kept: NDArray[np.bool_], classes: int
-) -> Array:
+def _student(teachers: Teachers, rows: Rows, labels: Rows, kept: Any, classes: int) -> Array:
     """Of some of the labels; a class that has none among them is never answered."""
     seen = np.unique(labels[kept])
     own = teachers.student(rows[kept], np.searchsorted(seen, labels[kept]), len(seen))

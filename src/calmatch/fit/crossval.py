@@ -165,14 +165,9 @@ def calibrate(
     after = measure_few(log_probs, y, RESAMPLES)
     if error is not None:
         after["error"] = error
-    return Calibration(
-        scaling,
-        posthoc.conformal(probs, y, cross_fitted=held.folds > 0),
-        posthoc.selective(confidence, guess == y, cross_fitted=held.folds > 0),
-        log_probs.float(),
-        measure_few(z, y, 0),
-        after,
-    )
+    sets = posthoc.conformal(probs, y, cross_fitted=held.folds > 0)
+    point = posthoc.selective(confidence, guess == y, cross_fitted=held.folds > 0)
+    return Calibration(scaling, sets, point, log_probs.float(), measure_few(z, y, 0), after)
 
 
 def measure_few(log_probs: Tensor, labels: Tensor, resamples: int) -> dict[str, metrics.Interval]:
@@ -247,21 +242,13 @@ class FrozenRun:
                 f"{self.config.method} turns pictures, which stored features cannot show; "
                 f"use freematch, or train the whole network."
             )
-        rows = {name: torch.tensor(ids, dtype=torch.long) for name, ids in split._asdict().items()}
-        width = self.store.shape[2]
-        sets: Sets = {"test": (VectorRows(self.store, torch.arange(0)), self.labels[:0])}
-        material = Material(
-            self.store.device,
-            self.classes,
-            self.labels,
-            split,
-            VectorRows(self.store, rows["labelled"]),
-            VectorRows(self.store, rows["unlabelled"]),
-            sets,
-            {name: self._view(place) for place, name in enumerate(VIEW_NAMES)},
-            ([0.0] * width, [1 / 255] * width),  # they undo the division of bytes by 255
-            (width, 1, 1),
-        )
+        width, places = self.store.shape[2], (split.labelled, split.unlabelled, ())
+        own, pool, none = (VectorRows(self.store, torch.tensor(ids).long()) for ids in places)
+        facts = (self.store.device, self.classes, self.labels, split, own, pool)
+        sets: Sets = {"test": (none, self.labels[:0])}
+        views = {name: self._view(place) for place, name in enumerate(VIEW_NAMES)}
+        scale = ([0.0] * width, [1 / 255] * width)  # it undoes the division of bytes by 255
+        material = Material(*facts, sets, views, scale, (width, 1, 1))
         return assemble(self.config, material, self._head)
 
     def _head(self) -> nn.Module:

@@ -69,8 +69,7 @@ def compute_blocks(
     blank = torch.zeros(1, *images.shape[1:], dtype=torch.uint8)
     views, width = extractor(blank).shape[1:]
     last, every = nets.feature_size(extractor.body, extractor.size), torch.arange(len(images))
-    key = _key(extractor, images)
-    blocks = FeatureBlocks(key, views, width, last, len(images), every.numpy())
+    blocks = FeatureBlocks(_key(extractor, images), views, width, last, len(images), every.numpy())
     sent = _send_blocks(ray, extractor, images, blocks)
     good = []
 
@@ -155,8 +154,7 @@ class _RayWorker:
 def _key(extractor: Extractor, images: Images) -> str:
     """Everything that features depend on."""
     state = {k: v.cpu() for k, v in extractor.body.state_dict().items()}
-    views = extractor.views.views
-    facts = (digest_tensors(state), extractor.mean, extractor.std, views)
+    facts = (digest_tensors(state), extractor.mean, extractor.std, extractor.views.views)
     total = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     if isinstance(images, ImageFiles):
         total.update(stored.stamp_files(images).encode())

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import time
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from calmatch.core import Method
 from calmatch.data.batches import folds
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import ImageFiles, Images, take_images
-from calmatch.fit.portfolio import FITS, Extractor, time_image, time_student
+from calmatch.fit.portfolio import FITS, Extractor, time_call, time_image, time_student
 from calmatch.fit.portfolio import MOST as MOST_SEEN
 from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
 from calmatch.predict import count_workers
@@ -123,15 +122,12 @@ def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
     """An option that would do nothing is a mistake."""
     if not frozen and options.engine != "local":
         raise ValueError("--engine ray is for a frozen network, whose features are computed once.")
-    if not frozen:
-        return
-    idle = [name for name in ("weak", "strong") if getattr(options, name) is not None]
+    idle = dict.fromkeys(("weak", "strong"), "--no-frozen")
     if options.method is None:
-        names = ("penalty", "steps", "batch")
-        idle += [name for name in names if getattr(options, name) is not None]
-    if idle:
-        more = "--no-frozen" if idle[0] in ("weak", "strong") else "--method NAME or --no-frozen"
-        raise ValueError(f"--{idle[0]} does nothing while the network is frozen; add {more}.")
+        idle |= dict.fromkeys(("penalty", "steps", "batch"), "--method NAME or --no-frozen")
+    for name, more in idle.items() if frozen else ():
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} does nothing while the network is frozen; add {more}.")
 
 
 def dataset_spec(
@@ -199,9 +195,9 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
 
 def time_decoding(listed: ImageFolder, size: int) -> float:
     """Seconds of one image, by some of them; threads share the work."""
-    began, names = time.perf_counter(), listed.names[:: max(1, len(listed.names) // 8)][:8]
-    decode_some(listed.root, names, size)
-    return (time.perf_counter() - began) / len(names) / (os.cpu_count() or 1)
+    names = listed.names[:: max(1, len(listed.names) // 8)][:8]
+    seconds = time_call(lambda: decode_some(listed.root, names, size))
+    return seconds / len(names) / (os.cpu_count() or 1)
 
 
 def decode_some(root: Path, names: tuple[str, ...], size: int) -> list[Any]:
@@ -241,8 +237,8 @@ def read_plan(entries: Any, options: FitOptions, folder: Path) -> FitPlan:
     """
     try:
         plan = FitPlan(**{**entries, "net": options.net, "notes": tuple(entries["notes"])})
-        hints = typing.get_type_hints(FitPlan)
-        fits = all(spec.fits(getattr(plan, name), hint) for name, hint in hints.items())
+        kinds = spec.field_types(FitPlan).items()
+        fits = all(spec.fits(getattr(plan, name), kind) for name, kind in kinds)
         fits = fits and 8 <= plan.size <= 1024 and all(isinstance(n, str) for n in plan.notes)
         for values in filter(None, (plan.mean, plan.std)):
             fits = fits and len(values) == 3 and all(0 <= float(v) <= 1 for v in values)
@@ -299,10 +295,8 @@ def make_plan(
         steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
         lasting += steps[-1] * seconds / 60
     if late:
-        note = (
-            f"It takes about {lasting:.0f} minutes instead of {options.minutes:g}, because fewer "
-        )
-        note += f"than {FEWEST} steps teach nothing. A smaller --size is faster."
+        note = f"It takes about {lasting:.0f} minutes instead of {options.minutes:g}, because "
+        note += f"fewer than {FEWEST} steps teach nothing. A smaller --size is faster."
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
@@ -342,10 +336,8 @@ def choose_views(options: FitOptions, size: int, colourless: bool) -> tuple[str,
     if not colourless or options.weak or options.strong:
         return weak, strong, []
     strong = "rotate(30)|translate(0.2)|brightness|contrast|cutout(0.5)"
-    note = (
-        "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
-        '--weak and --strong choose other views, "flip|crop(4)" for example.'
-    )
+    note = "The pictures are grey, so they are not mirrored (a mirrored letter is another one); "
+    note += '--weak and --strong choose other views, "flip|crop(4)" for example.'
     return f"crop({max(1, size // 16)})", strong, [note]
 
 
@@ -354,9 +346,5 @@ def _time_step(config: Config) -> float:
     few = config.replace(steps=12, chunk=4, compile=False)
     with torch.random.fork_rng():
         run = new_training(few)
-        for _ in range(4):
-            run.advance()
-        began = time.perf_counter()
-        for _ in range(8):
-            run.advance()
-    return (time.perf_counter() - began) / 8
+        time_call(run.advance, 4)
+        return time_call(run.advance, 8)

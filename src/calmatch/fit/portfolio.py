@@ -26,6 +26,7 @@ from calmatch import augment, nets, ops, posthoc, spec
 from calmatch.nets import fuse
 
 Array = NDArray[np.float32]
+Rows = NDArray[Any]  # places of images, or their labels
 COMPONENTS = (20, 40, 64, 100)  # principal components: one soft k-means each
 SHRINKAGE = 0.1  # share of the mean variance that is added before whitening
 SHARPNESS = 2.5  # times sqrt(d): the cosine of two random vectors deviates by 1 / sqrt(d)
@@ -120,9 +121,7 @@ class Teachers:
         self.graph = _neighbour_graph(spaces)
         self.inputs = student_input(spaces)
 
-    def student(
-        self, rows: NDArray[Any], labels: NDArray[Any], classes: int | None = None
-    ) -> Array:
+    def student(self, rows: Rows, labels: Rows, classes: int | None = None) -> Array:
         """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
         targets = np.eye(classes or self.classes, dtype=np.float32)[labels]
         rest = np.setdiff1d(np.arange(len(self.inputs)), rows)
@@ -132,7 +131,7 @@ class Teachers:
             taught[rows] = targets
             return fit_linear(self.inputs, taught, DECAY)
 
-    def _propagate(self, targets: Array, rows: NDArray[Any]) -> Array:
+    def _propagate(self, targets: Array, rows: Rows) -> Array:
         """(I - alpha S)^-1 Y: each class starts with the same mass; rows are normalised."""
         start = np.zeros((self.graph.shape[0], targets.shape[1]), np.float32)
         start[rows] = targets / np.maximum(targets.sum(0), 1)
@@ -143,7 +142,7 @@ class Teachers:
         return np.asarray(mass / mass.sum(1, keepdims=True), np.float32)
 
 
-def _soft_kmeans(space: Array, targets: Array, rows: NDArray[Any], rest: NDArray[Any]) -> Array:
+def _soft_kmeans(space: Array, targets: Array, rows: Rows, rest: Rows) -> Array:
     """Probabilities by prototypes: class means, then rounds of soft assignment of the others."""
     sharp = np.float32(SHARPNESS * np.sqrt(space.shape[1]))
     sums, counts = LABEL_WEIGHT * targets.T @ space[rows], LABEL_WEIGHT * targets.sum(0)
@@ -226,9 +225,7 @@ class Candidate(NamedTuple):
         return np.asarray(-logits[np.arange(len(self.labels)), self.labels], np.float32)
 
 
-def fit_transductive(
-    teachers: Teachers, rows: NDArray[Any], labels: NDArray[Any], bar: Any
-) -> Candidate:
+def fit_transductive(teachers: Teachers, rows: Rows, labels: Rows, bar: Any) -> Candidate:
     """The student of all labels, evaluated by students of fewer: out of fold, and of halves."""
     inputs = teachers.inputs
     weights = teachers.student(rows, labels)
@@ -258,12 +255,7 @@ def fit_transductive(
 
 
 def echo_agreement(
-    teachers: Teachers,
-    weights: Array,
-    rows: NDArray[Any],
-    labels: NDArray[Any],
-    bar: Any = None,
-    echoes: int = ECHOES,
+    teachers: Teachers, weights: Array, rows: Rows, y: Rows, bar: Any = None, echoes: int = ECHOES
 ) -> float:
     """How often students of labels that a student draws by its confidence agree with it.
 
@@ -276,7 +268,7 @@ def echo_agreement(
     for _ in range(echoes):
         drawn = (share < random.random((len(share), 1))).sum(1).clip(max=share.shape[1] - 1)
         orders = [random.permutation(np.flatnonzero(drawn == c)) for c in range(share.shape[1])]
-        counts = np.bincount(labels, minlength=share.shape[1])
+        counts = np.bincount(y, minlength=share.shape[1])
         some = np.concatenate([order[:k] for order, k in zip(orders, counts, strict=True)])
         own = teachers.student(some, drawn[some], share.shape[1])
         guesses = (teachers.inputs @ own[:-1] + own[-1]).argmax(1)
@@ -291,9 +283,9 @@ def evaluated(
     weights: Array,
     embedded: bool,
     probs: list[Array],
-    places: list[NDArray[Any]],
-    rows: NDArray[Any],
-    labels: NDArray[Any],
+    places: list[Rows],
+    rows: Rows,
+    labels: Rows,
     pool: Array | None,
     agreement: float | None = None,
     echo: float | None = None,
@@ -321,11 +313,9 @@ def log_clipped(probs: Array) -> Array:
     return np.log(np.clip(probs, 1e-6, 1))
 
 
-def fit_logistic(
-    features: Features, rows: NDArray[Any], labels: NDArray[Any], classes: int, bar: Any
-) -> Candidate:
+def fit_logistic(seen: Features, rows: Rows, labels: Rows, classes: int, bar: Any) -> Candidate:
     """Logistic regression on standardised features, the mean over views; C by cross-validation."""
-    plain = np.mean(features.last, 0)
+    plain = np.mean(seen.last, 0)
     mean, std = plain.mean(0), plain.std(0) + 1e-6
     inputs = (plain - mean) / std
     basis = np.linalg.qr(inputs[rows].T)[0]  # where the weights lie, whatever their decay
@@ -369,7 +359,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def folds_of(labels: NDArray[Any], seed: int) -> list[tuple[NDArray[Any], NDArray[np.bool_]]]:
+def folds_of(labels: Rows, seed: int) -> list[tuple[Rows, NDArray[np.bool_]]]:
     """Of stratified folds the places held out, and where all others are.
 
     A class of one label is never held out (-1), small ones start anywhere.
@@ -383,7 +373,7 @@ def folds_of(labels: NDArray[Any], seed: int) -> list[tuple[NDArray[Any], NDArra
     return [(np.flatnonzero(fold == number), fold != number) for number in range(FOLDS)]
 
 
-def _halves_of(labels: NDArray[Any], seed: int) -> NDArray[np.bool_]:
+def _halves_of(labels: Rows, seed: int) -> NDArray[np.bool_]:
     """Two disjoint halves of every class's labels; a class of one label is in both."""
     random, sides = np.random.default_rng(seed), np.zeros((2, len(labels)), bool)
     for c in np.unique(labels):
@@ -452,15 +442,9 @@ def join_head(
         net = spec.write(spec.Spec("embedded", (), settings))
         body: Any = nets.build(net, classes, extractor.size)
         _copy_weights(extractor.body, body.body)
-        state = {
-            "stage_mean": embedding.stage_mean,
-            "stage_scale": embedding.stage_scale,
-            "stage_weight": np.float32(embedding.stage_weight),
-            "mean": embedding.mean,
-            "axes": embedding.axes[:, :width],
-            "scale": embedding.scale(width),
-        }
-        for name, value in state.items():
+        own = {"axes": embedding.axes[:, :width], "scale": embedding.scale(width)}
+        for name in ("stage_mean", "stage_scale", "stage_weight", "mean", *own):
+            value = own[name] if name in own else getattr(embedding, name)
             body.get_buffer(name).copy_(torch.as_tensor(np.asarray(value)))
         last = body.head
     else:
@@ -484,12 +468,8 @@ def time_image(extractor: Extractor, images: int = 16) -> float:
     """Seconds of one plain view of one image."""
     size = extractor.size
     pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8)
-    seconds = 0.0
-    for _ in range(2):  # the first time is slower
-        began = time.perf_counter()
-        extractor(pixels).sum().item()
-        seconds = time.perf_counter() - began
-    return seconds / images
+    extractor(pixels).sum().item()  # the first time is slower
+    return time_call(lambda: extractor(pixels).sum().item()) / images
 
 
 def time_student(images: int, classes: int, rounds: int = 4) -> float:
@@ -499,6 +479,13 @@ def time_student(images: int, classes: int, rounds: int = 4) -> float:
     inputs += np.random.default_rng(0).normal(size=inputs.shape).astype(np.float32)
     targets[:, 0] += inputs[:, 0]
     with BLAS.limit(limits=1, user_api="blas"):
-        began = time.perf_counter()
-        fit_linear(inputs, targets, DECAY, rounds)
-        return (time.perf_counter() - began) * 2 * 60 / rounds
+        seconds = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds))
+    return seconds * 2 * 60 / rounds
+
+
+def time_call(act: Callable[[], Any], times: int = 1) -> float:
+    """Seconds that one of so many calls takes."""
+    began = time.perf_counter()
+    for _ in range(times):
+        act()
+    return (time.perf_counter() - began) / times

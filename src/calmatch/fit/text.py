@@ -56,17 +56,13 @@ def describe_calibration(calibration: Calibration, before: Tensor, labels: Tenso
     n = len(labels)
     was, now = (float(probabilities(z).amax(1).mean()) for z in (before, calibration.log_probs))
     right = 1 - calibration.after["error"].value
-    text = (
-        f"On these labels it was {now:.0%} confident and {right:.0%} right on average "
-        f"({was:.0%} confident before calibration)."
-    )
+    text = f"On these labels it was {now:.0%} confident and {right:.0%} right on average "
+    text += f"({was:.0%} confident before calibration)."
     ece = calibration.after["ece"]
     if n < FEW:
         return f"{text} {n} labels are too few to measure calibration more closely."
-    return (
-        f"{text} Its confidence is off by {100 * ece.value:.1f} points (ECE; 95 % interval "
-        f"{100 * ece.low:.1f} to {100 * ece.high:.1f})."
-    )
+    text += f" Its confidence is off by {100 * ece.value:.1f} points (ECE; 95 % interval "
+    return f"{text}{100 * ece.low:.1f} to {100 * ece.high:.1f})."
 
 
 def describe_result(

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import shutil
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ FEW_STEPS, MOST_STEPS = 60, 200  # of one refinement
 LABELLED, UNLABELLED = 32, 64  # images a step
 RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
 BODY_RATE, HEAD_RATE, MOMENTUM = 2e-4, 1e-3, 0.98
+State = dict[str, Tensor]
 
 
 def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
@@ -46,8 +47,7 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
         plan = make_plan(options, own, images, size, job.seconds_left())
         plan = dataclasses.replace(plan, notes=(*job.notes, *plan.notes))
         job.save(dataclasses.asdict(plan))
-    for note in (*own.notes, *plan.notes):
-        console.message(f"  {note}", quiet)
+    console.message((f"  {note}" for note in (*own.notes, *plan.notes)), quiet)
     text.show_stage(3, quiet)
     supervised = options.method is not None and spec.parse(options.method).name == "supervised"
     ways = {"labels-alone": True} if supervised else {"all-pictures": False, "labels-alone": True}
@@ -70,12 +70,9 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
     shutil.copytree(trained, folder, dirs_exist_ok=True, ignore=ignored)
     files.write(folder / "result.json", files.read_bytes(trained / "result.json"))  # comes last
     base = load_run(folder).result
-    base = dataclasses.replace(
-        base,
-        best_on_test=None,  # the labels that were learned from stood in for a test set
-        temperature_scaled={},
-        notes=(*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes),
-    )
+    notes = (*(n for n in base.notes if not n.startswith("Weights")), *own.notes, *plan.notes)
+    # the labels that were learned from stood in for a test set
+    base = dataclasses.replace(base, best_on_test=None, temperature_scaled={}, notes=notes)
     held = tried[best]
     note = "Each evaluated label was predicted by a fold model that had not seen it."
     if not held.folds:
@@ -176,15 +173,13 @@ class Refinement:
         with console.ProgressBar("whole network", total, 0, quiet) as bar:
             for number, (out, rest) in enumerate(portfolio.folds_of(self.labels, 0)):
                 if len(out):
-                    probs.append(self._predict_fold(number, out, rest, steps, bar))
+                    fold = functools.partial(self._predict_fold, out, rest, steps, bar)
+                    probs.append(self._once(f"fold{number}", fold)["probs"].numpy())
                     places.append(out)
-            weights, path = self.student.weights, self._path("all")
-            if path.exists():  # of an interrupted fit
-                network = self._network(weights)
-                network.load_state_dict(read_checkpoint(path)[0])
-            else:
-                network = self._refine(weights, self.labels, steps, bar)
-                write_checkpoint(path, copy_to_host(network.state_dict()), {})
+                    bar.update(len(places) * steps)
+            weights, network = self.student.weights, self._network(self.student.weights)
+            whole = functools.partial(self._train, network, weights, self.labels, steps, bar)
+            network.load_state_dict(self._once("all", whole))
         logits = self.predict(network, self.images)
         free = np.setdiff1d(np.arange(len(self.images)), self.labelled)
         pool = portfolio.softmax(logits[free]) if len(free) else None
@@ -196,28 +191,26 @@ class Refinement:
 
     def _affordable_steps(self) -> int:
         """By the time of a few steps; half of what is left is for everything else."""
-        network, began = self._network(self.student.weights), 0.0
-        for few in (2, 6):  # the first time is slower
-            began = time.perf_counter()
-            self._train(network, self.student.weights, self.labels, few, None)
-        seconds = (time.perf_counter() - began) / 6
+        weights = self.student.weights
+        facts = (self._network(weights), weights, self.labels)
+        self._train(*facts, 2, None)  # the first time is slower
+        seconds = portfolio.time_call(lambda: self._train(*facts, 6, None)) / 6
         steps = int(0.5 * self.job.seconds_left() / (portfolio.FOLDS + 1) / seconds)
         return min(MOST_STEPS, steps)
 
-    def _predict_fold(self, number: int, out: Any, rest: Any, steps: int, bar: Any) -> Any:
-        path = self._path(f"fold{number}")
-        if path.exists():
-            bar.advance(steps)
-            return read_checkpoint(path)[0]["probs"].numpy()
-        known = np.where(rest, self.labels, -1)
-        weights = self.teachers.student(self.labelled[rest], self.labels[rest])
-        network = self._refine(weights, known, steps, bar)
-        probs = portfolio.softmax(self.predict(network, self._some(self.labelled[out])))
-        write_checkpoint(path, {"probs": torch.from_numpy(probs)}, {})
-        return probs
+    def _once(self, name: str, compute: Callable[[], State]) -> State:
+        """What it computes; from its file where an interrupted fit has done so."""
+        path = self.job.folder / "work" / "refined" / f"{name}.safetensors"
+        if not path.exists():
+            write_checkpoint(path, copy_to_host(compute()), {})
+        return read_checkpoint(path)[0]
 
-    def _path(self, name: str) -> Path:
-        return self.job.folder / "work" / "refined" / f"{name}.safetensors"
+    def _predict_fold(self, out: Any, rest: Any, steps: int, bar: Any) -> State:
+        weights = self.teachers.student(self.labelled[rest], self.labels[rest])
+        network = self._network(weights)
+        self._train(network, weights, np.where(rest, self.labels, -1), steps, bar)
+        logits = self.predict(network, self._some(self.labelled[out]))
+        return {"probs": torch.from_numpy(portfolio.softmax(logits))}
 
     def _network(self, weights: Any) -> nn.Module:
         classes = self.teachers.classes
@@ -225,12 +218,7 @@ class Refinement:
         place: Any = {"device": self.extractor.device, "memory_format": torch.channels_last}
         return network.to(**place).eval()
 
-    def _refine(self, weights: Any, known: Any, steps: int, bar: Any) -> nn.Module:
-        network = self._network(weights)
-        self._train(network, weights, known, steps, bar)
-        return network
-
-    def _train(self, network: Any, weights: Any, known: Any, steps: int, bar: Any) -> None:
+    def _train(self, network: Any, weights: Any, known: Any, steps: int, bar: Any) -> State:
         """AdamW on labels and on the student's predictions; averaged weights are left in it."""
         device, inputs = self.extractor.device, self.teachers.inputs
         logits = inputs @ weights[:-1] + weights[-1]
@@ -272,6 +260,7 @@ class Refinement:
                 bar.advance(1)
         network.load_state_dict(average.state_dict())
         network.requires_grad_(False)
+        return dict(network.state_dict())
 
     @functools.cached_property
     def _plain(self) -> augment.Views:

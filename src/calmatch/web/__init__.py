@@ -88,11 +88,8 @@ class Guard:
         if not length.isdecimal() or int(length) > self.limit:
             return 413, f"A request may hold {self.limit:,} bytes at most."
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        offers = (
-            request.query_params.get("token", ""),
-            bearer if scheme.lower() == "bearer" else "",
-            request.cookies.get(self.cookie, ""),
-        )
+        offers = [request.query_params.get("token", ""), request.cookies.get(self.cookie, "")]
+        offers += [bearer] if scheme.lower() == "bearer" else []
         token = self.token and self.token.encode()
         if not token or any(secrets.compare_digest(offer.encode(), token) for offer in offers):
             return 0, ""

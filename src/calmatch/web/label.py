@@ -124,7 +124,7 @@ class Answers:
         for name, text in (begin if fresh else self._read(path, names)).items():
             self.held.pop(name, None)  # a kill between two files: the label came first or last
             self.held[name] = ("label", text)
-        self.classes = list(dict.fromkeys(text for _, text in self.held.values() if text))
+        self.classes = dict.fromkeys(text for _, text in self.held.values() if text)  # in order
         self.log: list[list[tuple[str, Answer | None]]] = [[(name, None)] for name in self.held]
         self.written = {each: self._table(each) for each in (self.path, self.other)}
         if fresh:
@@ -160,12 +160,8 @@ class Answers:
         with self.lock:
             if any(self.held.get(name) != before for name, before, _ in changes):
                 raise Stale
-            kept = dict(self.held)
-            for name, _, after in changes:
-                if after is None:
-                    self.held.pop(name, None)
-                else:
-                    self.held[name] = after
+            kept, new = self.held, {name: after for name, _, after in changes}
+            self.held = {name: answer for name, answer in {**kept, **new}.items() if answer}
             labelled_first = any(after and after[0] == "label" for _, _, after in changes)
             try:
                 for path in (self.path, self.other) if labelled_first else (self.other, self.path):
@@ -175,9 +171,7 @@ class Answers:
             except OSError:
                 self.held = kept
                 raise
-            for _, _, after in changes:
-                if after and after[1] and after[1] not in self.classes:
-                    self.classes.append(after[1])
+            self.classes |= dict.fromkeys(after[1] for after in new.values() if after and after[1])
             if log:
                 self.log.append([(name, before) for name, before, _ in changes])
             self.version += 1
@@ -224,8 +218,7 @@ def open_session(
     chosen = tuple(name for name in order if name in pool)
     device = ops.pick_device(options.device)
     net, _, notes = choose_network(FitOptions(options.pictures, net=options.net), device)
-    for note in notes:
-        console.message(note, options.quiet)
+    console.message(notes, options.quiet)
     extractor = portfolio.load_extractor(net, None, device)
     listed = folder.ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
     with console.ProgressBar("decoding", len(chosen), 0, options.quiet, unit="pictures") as bar:
@@ -343,10 +336,8 @@ class Session:
         elif what == "undo":
             changed = self.answers.undo(body.get("version"))
         elif what == "class":
-            name = clean_name(body.get("name"))
             with self.answers.lock:
-                if name not in self.answers.classes:
-                    self.answers.classes.append(name)
+                self.answers.classes.setdefault(clean_name(body.get("name")))
         elif what == "skip":
             self.put_off[self._row(body.get("row"))] = None
         elif what == "fit" and len(self.answers.counts()) > 1:
@@ -486,14 +477,10 @@ class Fit:
             number += 1
         self.out, self.lines = out, deque[str](maxlen=200)
         words = ["fit", str(root), "--labels", str(labels), "--out", str(out)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", WATCHED, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-        )
+        command = [sys.executable, "-P", "-c", WATCHED, *words]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes |= {"stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+        self.process: subprocess.Popen[str] = subprocess.Popen(command, **pipes)
         said = map(str.rstrip, self.process.stdout or ())  # as it is said, in the thread
         threading.Thread(target=self.lines.extend, args=(said,), daemon=True).start()
 
@@ -512,13 +499,9 @@ def routes(session: Session) -> list[Any]:
     from starlette.routing import Route
 
     def see(request: Request) -> Response:
-        views = {
-            "state": lambda row: session.state(),
-            "one": session.show,
-            "guess": session.guess,
-            "group": session.group,
-            "labelled": session.labelled,
-        }
+        views: dict[str, Any] = {"one": session.show, "guess": session.guess}
+        views |= {"group": session.group, "labelled": session.labelled}
+        views["state"] = lambda row: session.state()
         row, view = request.path_params["row"], views.get(request.path_params["what"])
         if view is None or not 0 <= row < len(session.names):
             return JSONResponse({"error": "There is no such picture."}, 404)

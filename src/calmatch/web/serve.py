@@ -11,7 +11,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,9 @@ class Service:
         """The threads, for as long as the server runs."""
         before = torch.get_num_threads()
         share = max(1, before // self.workers)  # as `predict` divides a CPU
-        pool = ThreadPoolExecutor(
-            self.workers, initializer=torch.set_num_threads, initargs=(share,)
-        )
         size = (1, 3, self.model.size, self.model.size)
         self.model.probabilities(torch.zeros(size, dtype=torch.uint8))  # the first takes longest
-        with pool as self.pool:
+        with ThreadPoolExecutor(self.workers, "", torch.set_num_threads, (share,)) as self.pool:
             yield
         torch.set_num_threads(before)
 
@@ -135,11 +132,9 @@ class Service:
     def _work(self) -> None:
         """In a thread: decode and answer this thread's share of those who wait."""
         some = []
-        for _ in range(min(self.batch, -(-len(self.waiting) // self.workers))):
-            try:
+        with suppress(IndexError):  # another was faster
+            for _ in range(min(self.batch, -(-len(self.waiting) // self.workers))):
                 some.append(self.waiting.popleft())
-            except IndexError:  # another was faster
-                break
         try:
             decoded = [self._decode(data) for data, _ in some]
             good = [pixels for pixels in decoded if isinstance(pixels, np.ndarray)]
