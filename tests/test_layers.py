@@ -24,8 +24,7 @@ FLOORS = [
 ]
 LEVEL = {room: level for level, (_, rooms) in enumerate(FLOORS) for room in rooms.split()}
 FILES = sorted(ROOT.rglob("*.py"))
-MOST_FILES, LONGEST = 85, 600
-MOST_LINES = 19_200  # the contract says 18,500: this number only ever falls
+MOST_FILES, MOST_LINES, LONGEST = 85, 18_500, 600
 # packages, where a process or a command starts, and engines that only some machines can use
 ALONE_ALLOWED = {
     "__main__",

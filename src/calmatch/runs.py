@@ -56,8 +56,8 @@ class BestOnTest(NamedTuple):
         """From the lines of a log."""
         tested = [line for line in lines if line["kind"] == "test"]
         best = min(tested, key=lambda line: line["error"])
-        facts: Any = {name: best.get(name) for name in cls._fields[1:]}
-        return cls(len(tested), **facts)
+        others = {name: best.get(name) for name in ("classwise_ece", "adaptive_ece")}
+        return cls(len(tested), best["step"], best["error"], best["ece"], best["nll"], **others)
 
 
 @dataclass(frozen=True)
