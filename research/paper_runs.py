@@ -671,7 +671,7 @@ def make_page(lines: list[dict[str, Any]]) -> str:
     if NETWORK.exists():
         out += ["## The network", "", NETWORK.read_text()]
     out += ["## Claim by claim", "", "| claim | here | holds |", "|---|---|---|"]
-    out += [f"| {claim} | {found} | {holds} |" for claim, found, holds in claims(cells)]
+    out += [f"| {claim} | {here} | {holds} |" for claim, here, holds in claims(cells)]
     out += ["", "95 % intervals by the bootstrap over paired runs, percentage points, last step."]
     out += ["", "## Every cell", "", "Mean over seeds, %; published: chosen on the test set.", ""]
     heads = "data | row | network | steps | rate | runs | error, last | test-selected | published"

@@ -93,7 +93,7 @@ def test_files_are_opened_by_one_function():
 
 def test_a_process_that_is_started_does_not_look_for_modules_where_it_is(tmp_path):
     """`-m` and `-c` put the current folder first: a calmatch.py or torch.py among pictures."""
-    found = [
+    commands = [
         [ast.unparse(word) for word in node.elts[:2]]
         for tree in TREES.values()
         for node in ast.walk(tree)
@@ -101,8 +101,8 @@ def test_a_process_that_is_started_does_not_look_for_modules_where_it_is(tmp_pat
         and node.elts
         and "sys.executable" in ast.unparse(node.elts[0])
     ]
-    assert len(found) > 2
-    assert all(words == ["sys.executable", "'-P'"] for words in found)
+    assert len(commands) > 2
+    assert all(words == ["sys.executable", "'-P'"] for words in commands)
     for name in ("calmatch", "torch", "numpy", "json"):
         (tmp_path / f"{name}.py").write_text("open('trap', 'w').close()")
     words = [sys.executable, "-P", "-m", "calmatch", "--version"]
@@ -117,7 +117,7 @@ WALL_CLOCK = {  # who may look at a clock that a person can set: dates for peopl
 
 def test_no_span_of_time_is_measured_by_a_clock_that_can_be_set():
     """--minutes, rates and waits go by the monotonic clock: a jump of the other changes nothing."""
-    found: Counter[str] = Counter()
+    calls_of: Counter[str] = Counter()
     for path, tree in TREES.items():
         for owner, name, _ in calls(tree):
             wall = (owner, name) == ("time", "time") or name in (
@@ -126,8 +126,8 @@ def test_no_span_of_time_is_measured_by_a_clock_that_can_be_set():
                 "utcnow",
                 "time_ns",
             )
-            found[path.name] += wall
-    assert +found == WALL_CLOCK
+            calls_of[path.name] += wall
+    assert +calls_of == WALL_CLOCK
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "socket"])

@@ -163,8 +163,8 @@ def value_of(chance: random.Random, value: Any) -> Any:
 
 def arrays_of(chance: random.Random, data: bytes) -> bytes:
     """An .npz with an array of another type, shape or content."""
-    with np.load(io.BytesIO(data)) as found:
-        held = {name: found[name] for name in found.files}
+    with np.load(io.BytesIO(data)) as file:
+        held = {name: file[name] for name in file.files}
     name = chance.choice(list(held))
     array = held[name]
     changes: list[Callable[[], Any]] = [
@@ -242,8 +242,8 @@ def labelled(chance: random.Random, work: Path) -> None:
     path.write_bytes(
         bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
     )
-    found = match_labels(read_labels(path), names, path)
-    assert set(found) <= set(names)
+    labels_of = match_labels(read_labels(path), names, path)
+    assert set(labels_of) <= set(names)
 
 
 def others(chance: random.Random, work: Path) -> None:
@@ -264,9 +264,9 @@ def others(chance: random.Random, work: Path) -> None:
     path = work / "labels.json"
     text = json.dumps(value_of(chance, content) if chance.random() < 0.7 else content)
     path.write_bytes(_text(chance, text) if chance.random() < 0.3 else text.encode())
-    found = match_labels(read_labels(path, names), names, path)
-    assert set(found) <= set(names)
-    assert all(label.strip() == label != "" for label in found.values())
+    labels_of = match_labels(read_labels(path, names), names, path)
+    assert set(labels_of) <= set(names)
+    assert all(label.strip() == label != "" for label in labels_of.values())
 
 
 def liars(chance: random.Random, work: Path) -> None:
@@ -353,8 +353,8 @@ def evaluated(chance: random.Random, work: Path) -> None:
         bytes_of(chance, text.encode()) if chance.random() < 0.4 else _text(chance, text)
     )
     truth.write_text("file,label\na/1.png,a\na/2.png,b\nb/ü 3.png,b\n", "utf-8")
-    found = check_table(table, truth)
-    metrics.summary(found.probs, found.labels, ("error", "ece"), resamples=0)
+    checked = check_table(table, truth)
+    metrics.summary(checked.probs, checked.labels, ("error", "ece"), resamples=0)
 
 
 def pages(chance: random.Random, work: Path) -> None:
@@ -434,9 +434,9 @@ def caches(chance: random.Random, work: Path) -> None:
     data = path.read_bytes()
     changed = bytes_of(chance, data)
     path.write_bytes(changed)
-    found = cached_array("fuzz-1", (5, 4), lambda array: array.fill(7)).tensor
-    assert tuple(found.shape) == (5, 4)
-    assert len(changed) == len(data) or int(found.min()) == 7  # cut or grown: noticed
+    array = cached_array("fuzz-1", (5, 4), lambda array: array.fill(7)).tensor
+    assert tuple(array.shape) == (5, 4)
+    assert len(changed) == len(data) or int(array.min()) == 7  # cut or grown: noticed
 
 
 def plans(chance: random.Random, work: Path) -> None:
@@ -462,9 +462,9 @@ def checkpoints(chance: random.Random, work: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     changed = bytes_of(chance, CHECKPOINT)
     path.write_bytes(changed)
-    found, complaints = checkpoint.newest_checkpoint(path.parent)
-    assert found is None or changed == CHECKPOINT or not complaints
-    assert found is None or found[1] == NOTE, "a damaged checkpoint was believed"
+    newest, complaints = checkpoint.newest_checkpoint(path.parent)
+    assert newest is None or changed == CHECKPOINT or not complaints
+    assert newest is None or newest[1] == NOTE, "a damaged checkpoint was believed"
 
 
 def models(chance: random.Random, work: Path) -> None:
@@ -492,10 +492,10 @@ def runs(chance: random.Random, work: Path) -> None:
 def tabled(chance: random.Random, work: Path) -> None:
     folder = _copied(work, ("config.json", "result.json"))
     _hurt(chance, folder, chance.choice(("config.json", "result.json", "result.json")))
-    found = gather_runs([work])
-    tidy_csv(found)
+    runs = gather_runs([work])
+    tidy_csv(runs)
     if chance.random() < 0.2:
-        RENDERERS["latex"](build_tables(found))
+        RENDERERS["latex"](build_tables(runs))
 
 
 def _copied(work: Path, names: tuple[str, ...]) -> Path:
@@ -712,8 +712,8 @@ def main() -> int:
             written,
             f"`make fuzz INPUTS={options.inputs}`, seed {options.seed}",
         )
-    for where, found in findings.items():
-        print(f"{len(found):>6}  {where}\n        {found[0]}")
+    for where, examples in findings.items():
+        print(f"{len(examples):>6}  {where}\n        {examples[0]}")
     if OUTSIDE.read_text() != '{"secret": 1}':
         print("A file outside was changed.")
         return 1

@@ -15,4 +15,4 @@ def put(page: Path, name: str, text: str, how: str = "") -> None:
         raise SystemExit(f"{page} has no place for {name}.")
     made = f" by {how}" if how else ""
     body = f"Written by the tool on {date.today()}{made}.\n\n{text}\n\n"
-    page.write_text(place.sub(lambda found: found[1] + "\n" + body + found[2], old), "utf-8")
+    page.write_text(place.sub(lambda match: match[1] + "\n" + body + match[2], old), "utf-8")

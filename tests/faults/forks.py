@@ -36,7 +36,7 @@ class Process:
         self.code: int | None = None
         self.took = 0.0  # seconds of the last wait
 
-    def told(self) -> str:
+    def text(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def send(self, number: int) -> None:
@@ -119,7 +119,7 @@ class Forks:
         while (code := self.poll(process)) is None:
             if watch.seconds() > seconds:
                 process.send(signal.SIGKILL)
-                raise AssertionError(f"no end within {seconds} s; it said: {process.told()[-500:]}")
+                raise AssertionError(f"no end within {seconds} s; it said: {process.text()[-500:]}")
             time.sleep(0.005)
         process.took = watch.seconds()
         return code

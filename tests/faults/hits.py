@@ -174,7 +174,7 @@ class Stage:
         began = time.monotonic()
         process = self.start(case, out, plain=plain)
         code = self.forks.wait(process)
-        assert code == 0, f"a last start ended with {code}: {process.told()[-800:]}"
+        assert code == 0, f"a last start ended with {code}: {process.text()[-800:]}"
         if not plain:
             span = time.monotonic() - began
             self.spans[case.name] = min(span, self.spans.get(case.name, span))
@@ -207,7 +207,7 @@ class Stage:
                 break
             time.sleep(0.002)
         if self.forks.poll(process) is not None:
-            assert process.code == 0, f"ended with {process.code}: {process.told()[-800:]}"
+            assert process.code == 0, f"ended with {process.code}: {process.text()[-800:]}"
             raise Missed
 
 
@@ -242,7 +242,7 @@ def _small_disk(folder: Path) -> bool:
 
 def written(out: Path) -> dict[str, bytes]:
     """The files of finished runs that must not depend on what happened, by path."""
-    found = {}
+    contents = {}
     for result in sorted(out.rglob("result.json")):
         for name in SAME:
             path = result.parent / name
@@ -250,8 +250,8 @@ def written(out: Path) -> dict[str, bytes]:
                 data = path.read_bytes()
                 if path.suffix in (".json", ".html"):  # some name the folder they are in
                     data = data.replace(str(out).encode(), b"OUT")
-                found[str(path.relative_to(out))] = data
-    return found
+                contents[str(path.relative_to(out))] = data
+    return contents
 
 
 def sound(out: Path) -> None:
@@ -268,8 +268,8 @@ def sound(out: Path) -> None:
             for line in text.splitlines():
                 json.loads(line)
         elif path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as found:
-                assert all(found[name] is not None for name in found.files)
+            with np.load(path, allow_pickle=False) as arrays:
+                assert all(arrays[name] is not None for name in arrays.files)
         elif path.parent.name == "checkpoint":
             if path.suffix != ".damaged":  # set aside, no longer under its name
                 checkpoint.read_checkpoint(path)
@@ -284,12 +284,12 @@ def sound(out: Path) -> None:
 
 def same(stage: Stage, case: Case, out: Path) -> None:
     """The finished runs equal the undisturbed ones, byte for byte."""
-    wanted, found = stage.undisturbed(case), written(out)
-    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())
-    other = [name for name in wanted if wanted[name] != found[name]]
+    wanted, got = stage.undisturbed(case), written(out)
+    assert got.keys() == wanted.keys(), sorted(got.keys() ^ wanted.keys())
+    other = [name for name in wanted if wanted[name] != got[name]]
     if {Path(name).name for name in other} <= {"result.json", "report.html"} and other:
         wanted = stage.undisturbed(case, plain=True)  # a plain start finished some run
-        other = [name for name in other if wanted[name] != found[name]]
+        other = [name for name in other if wanted[name] != got[name]]
     assert not other, f"differs from the undisturbed run: {', '.join(other)}"
     litter = [str(path) for path in out.rglob(".*.part")]
     assert not litter, f"left behind: {litter}"
@@ -307,12 +307,12 @@ def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int,
     stage.moment(case, out, process)
     process.send(number)
     code = stage.forks.wait(process)
-    took, told = process.took, process.told()
-    python = "<frozen" in told and "edge.py" not in told  # nobody of ours was asked yet
-    early = (not told or python) and _files(out) == before
-    after = any(words in told for words in DONE)  # all is done, Python is ending
+    took, text = process.took, process.text()
+    python = "<frozen" in text and "edge.py" not in text  # nobody of ours was asked yet
+    early = (not text or python) and _files(out) == before
+    after = any(words in text for words in DONE)  # all is done, Python is ending
     fine = code in (*codes, 0) or (code == -number and (early or after)) or (code == 1 and python)
-    assert fine, (code, told[-800:])
+    assert fine, (code, text[-800:])
     if number != signal.SIGKILL:
         assert took < PATIENCE, f"answered {code} after {took:.1f} s"
         for path, facts in _files(out).items():
@@ -323,12 +323,12 @@ def _stopped(stage: Stage, case: Case, out: Path, number: int, codes: tuple[int,
 
 def _files(out: Path) -> dict[Path, tuple[int, int]]:
     """Size and time of change of every file."""
-    found = {}
+    facts_of = {}
     for path in out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             facts = path.stat()
-            found[path] = (facts.st_size if path.is_file() else 0, facts.st_mtime_ns)
-    return found
+            facts_of[path] = (facts.st_size if path.is_file() else 0, facts.st_mtime_ns)
+    return facts_of
 
 
 def kill(stage: Stage, case: Case, out: Path) -> None:
@@ -349,12 +349,12 @@ def interrupt(stage: Stage, case: Case, out: Path) -> None:
 def _refused(stage: Stage, process: Process, *words: str) -> None:
     """It ended well, or with one sentence."""
     code = stage.forks.wait(process)
-    told = process.told()
-    assert code in (0, 2), (code, told[-1500:])
+    text = process.text()
+    assert code in (0, 2), (code, text[-1500:])
     if code:
-        assert "Traceback" not in told, told[-1500:]
-        last = told.strip().splitlines()[-1]
-        assert any(word in told for word in words), last
+        assert "Traceback" not in text, text[-1500:]
+        last = text.strip().splitlines()[-1]
+        assert any(word in text for word in words), last
 
 
 def full(stage: Stage, case: Case, out: Path) -> None:
@@ -439,9 +439,9 @@ def damage(stage: Stage, case: Case, out: Path) -> None:
     newest.write_bytes(data)
     process = stage.start(case, out)
     watch = Watch()
-    while "Going back" not in process.told():
+    while "Going back" not in process.text():
         done = stage.forks.poll(process) is not None or watch.seconds() > 60
-        assert not done or "Going back" in process.told(), "a damaged checkpoint went unnoticed"
+        assert not done or "Going back" in process.text(), "a damaged checkpoint went unnoticed"
         time.sleep(0.005)
     if stage.chance.random() < 0.8:
         time.sleep(stage.chance.uniform(0, stage.spans[case.name] / 3))
@@ -449,7 +449,7 @@ def damage(stage: Stage, case: Case, out: Path) -> None:
             process.send(signal.SIGKILL)
         assert stage.forks.wait(process) in (0, -signal.SIGKILL)
     else:
-        assert stage.forks.wait(process) == 0, process.told()[-800:]
+        assert stage.forks.wait(process) == 0, process.text()[-800:]
 
 
 def double(stage: Stage, case: Case, out: Path) -> None:
@@ -459,19 +459,19 @@ def double(stage: Stage, case: Case, out: Path) -> None:
     second = stage.start(case, out)
     code = stage.forks.wait(second)
     if case.name == "bench":  # a second suite waits for the runs that the first holds
-        assert code == 0, (code, second.told()[-800:])
+        assert code == 0, (code, second.text()[-800:])
     else:
-        assert code in (0, 2), (code, second.told()[-800:])
-        assert code == 0 or "Another process" in second.told(), second.told()[-800:]
+        assert code in (0, 2), (code, second.text()[-800:])
+        assert code == 0 or "Another process" in second.text(), second.text()[-800:]
     if code and stage.chance.random() < 0.9:
         with contextlib.suppress(ProcessLookupError):
             first.send(signal.SIGKILL)
-        assert stage.forks.wait(first) in (0, -signal.SIGKILL), first.told()[-800:]
+        assert stage.forks.wait(first) in (0, -signal.SIGKILL), first.text()[-800:]
         return
     first_code = stage.forks.wait(first)
-    told = first.told()[-800:]
-    refused = first_code == 2 and "Another process" in told  # the second was faster
-    assert first_code == 0 or (refused and code == 0), (first_code, told)
+    text = first.text()[-800:]
+    refused = first_code == 2 and "Another process" in text  # the second was faster
+    assert first_code == 0 or (refused and code == 0), (first_code, text)
 
 
 def clock(stage: Stage, case: Case, out: Path) -> None:
@@ -480,9 +480,9 @@ def clock(stage: Stage, case: Case, out: Path) -> None:
     if stage.chance.random() < 0.9:
         stage.moment(case, out, process)
         process.send(signal.SIGKILL)
-        assert stage.forks.wait(process) in (0, -signal.SIGKILL), process.told()[-800:]
+        assert stage.forks.wait(process) in (0, -signal.SIGKILL), process.text()[-800:]
     else:
-        assert stage.forks.wait(process) == 0, process.told()[-800:]
+        assert stage.forks.wait(process) == 0, process.text()[-800:]
 
 
 HITS: dict[str, Callable[[Stage, Case, Path], None]] = {

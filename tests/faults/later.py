@@ -93,10 +93,10 @@ def start(words: list[str], output: str = "server.txt") -> tuple[int, Client | N
             code = end.code
         os._exit(code if isinstance(code, int) else 1)
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if found := re.search(
+        if address := re.search(
             r"http://\S+", Path(output).read_text() if Path(output).exists() else ""
         ):
-            return pid, Client(found[0])
+            return pid, Client(address[0])
         time.sleep(0.01)
     return pid, None
 
@@ -347,11 +347,11 @@ def label_pages() -> Iterator[Attack]:
             assert client.label(row, name.partition("/")[0]) == 200
         assert client.ask("/do/fit", {})[0] == 200
         for _ in range(600):
-            told = client.ask("/see/state/0")[1]["fit"]
-            if told["code"] is not None or len(told["lines"]) > 2:
+            state = client.ask("/see/state/0")[1]["fit"]
+            if state["code"] is not None or len(state["lines"]) > 2:
                 break
             time.sleep(0.1)
-        assert told["lines"], told
+        assert state["lines"], state
         return end(pid)
 
     yield Attack("later: the labelling page", "modules of others beside it", trapped)
@@ -402,17 +402,17 @@ def servers() -> Iterator[Attack]:
     def crowd(client: Client, here: Path) -> None:
         """Pictures of 48 million pixels from twelve at once: answered or refused, in bounds."""
         large = png(6900, 6900, 8, 0, bytes(6901) * 6900)
-        found: list[int] = []
+        statuses: list[int] = []
         threads = [
-            threading.Thread(target=lambda: found.append(client.ask("/predict", large)[0]))
+            threading.Thread(target=lambda: statuses.append(client.ask("/predict", large)[0]))
             for _ in range(12)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert set(found) <= {200, 503}, found
-        assert 200 in found
+        assert set(statuses) <= {200, 503}, statuses
+        assert 200 in statuses
 
     def gone(client: Client, here: Path) -> None:
         """Those who hang up before they are answered."""

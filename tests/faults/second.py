@@ -1034,8 +1034,8 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
         _act(attack, here, output)
     code = status = None
     while status is None:
-        found, status, usage = os.wait4(pid, os.WNOHANG)
-        if not found:
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        if not ended:
             status = None
             if watch.seconds() > PATIENCE * (5 if "bench" in attack.name else 1):
                 os.killpg(pid, signal.SIGKILL)
@@ -1043,22 +1043,22 @@ def perform(attack: Attack, home: Path, here: Path) -> str:
                 return f"it hangs; it said: {output.read_text(errors='replace')[-200:]}"
             time.sleep(0.003)
     code = os.waitstatus_to_exitcode(status)
-    told = output.read_text(errors="replace")
-    last = (told.strip().splitlines() or [""])[-1]
-    if found := _find(here.parent, "trap*"):
-        return f"somebody's code ran: {found}"
+    text = output.read_text(errors="replace")
+    last = (text.strip().splitlines() or [""])[-1]
+    if trap := _find(here.parent, "trap*"):
+        return f"somebody's code ran: {trap}"
     if (here / "precious").read_bytes() != KEPT or not (here / "theirs" / "thesis.txt").exists():
         return "a file was changed that is not ours"
     if {path.name for path in (here / "theirs").iterdir()} != {"thesis.txt"}:
         return "a folder was written to that is not ours"
-    apart = code == 1 and "further away than the tolerance" in told  # what replay is for
-    if "Traceback" in told or not (code in (0, 2) or apart):
+    apart = code == 1 and "further away than the tolerance" in text  # what replay is for
+    if "Traceback" in text or not (code in (0, 2) or apart):
         return f"exit code {code}: {last[:200]}"
-    if "FORCE_COLOR" not in attack.env and any(mark in told for mark in "\x1b\x07\r\u202e"):
-        return f"control characters on the console: {ascii(told)[-200:]}"
+    if "FORCE_COLOR" not in attack.env and any(mark in text for mark in "\x1b\x07\r\u202e"):
+        return f"control characters on the console: {ascii(text)[-200:]}"
     marks = ("calmatch: ", "Python: ", "error", "──")
-    if code == 2 and "without (" not in attack.name and not any(mark in told for mark in marks):
-        return f"exit code 2 without a sentence: {told[-200:]}"
+    if code == 2 and "without (" not in attack.name and not any(mark in text for mark in marks):
+        return f"exit code 2 without a sentence: {text[-200:]}"
     if litter := _find(here, ".*.part"):
         return f"left behind: {litter}"
     if os.environ.get("SHOW"):

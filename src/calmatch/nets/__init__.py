@@ -301,18 +301,18 @@ def fuse(net: nn.Module, size: int) -> nn.Module:
 
 def _follow(net: nn.Module, image: Tensor) -> list[tuple[nn.Conv2d, Norm, nn.Module | None]]:
     """Convolutions, the BatchNorms that take their results, and activations that take those."""
-    made: dict[int, tuple[nn.Module, Tensor, int]] = {}  # by identity, kept by the tensor itself
+    makers: dict[int, tuple[nn.Module, Tensor, int]] = {}  # by identity, kept by the tensor itself
     before: dict[nn.Module, nn.Module] = {}  # the layer whose result a layer takes
     calls: list[nn.Module] = []
 
     def enter(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         calls.append(layer)
-        maker, tensor, version = made.get(id(inputs[0]), (None, inputs[0], 0))
+        maker, tensor, version = makers.get(id(inputs[0]), (None, inputs[0], 0))
         if maker is not None and tensor._version == version:  # not changed in place since
             before[layer] = maker
 
     def leave(layer: nn.Module, inputs: Any, result: Tensor) -> None:
-        made[id(result)] = (layer, result, result._version)
+        makers[id(result)] = (layer, result, result._version)
 
     layers = [m for m in net.modules() if isinstance(m, nn.Conv2d | Norm) or type(m) in POINTWISE]
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
