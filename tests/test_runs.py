@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import folders
-from calmatch import metrics, train
+from calmatch import metrics, runs, train
 from calmatch.data.batches import Resident, Stream
 from calmatch.model import load_model
 from calmatch.runs import (
@@ -140,3 +140,9 @@ def test_the_log_as_a_frame_and_without_pandas_a_sentence(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ValueError, match="pip install pandas"):
         run.frame()
+
+
+def test_predictions_whose_labels_are_one_number_are_refused_in_a_sentence(tmp_path):
+    np.savez(tmp_path / "p.npz", log_probs=np.zeros((2, 3), np.float32), labels=np.int64(1))
+    with pytest.raises(ValueError, match="that fit"):
+        runs.read_predictions(tmp_path / "p.npz", 3)

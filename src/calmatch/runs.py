@@ -232,7 +232,7 @@ def read_predictions(path: Path, classes: int) -> dict[str, NDArray[Any]]:
     fits = fits and bool(((labels >= 0) & (labels < classes)).all())
     fits = fits and _is_array(log_probs, "f", len(labels), classes)
     fits = fits and not np.isnan(log_probs).any() and _is_array(names, "U", len(labels))
-    means = arrays.get("mean_logit", np.zeros(len(labels)))
+    means = arrays.get("mean_logit", np.zeros(labels.shape))
     fits = fits and _is_array(means, "f", len(labels)) and bool(np.isfinite(means).all())
     if not fits:
         raise ValueError(f"{path} does not hold log_probs [N, {classes}] and labels [N] that fit.")

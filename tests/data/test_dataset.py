@@ -311,7 +311,7 @@ def test_nothing_leaves_a_folder_that_was_there_before_us(tmp_path):
     assert (folder / "pictures-1.npy").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "header", "other", "folder"])
+@pytest.mark.parametrize("damage", ["cut", "grown", "empty", "header", "other", "folder"])
 def test_a_damaged_array_in_the_cache_is_made_anew(damage):
     def make() -> torch.Tensor:
         return cached_array("a-1", (5, 3, 2, 2), lambda pictures: pictures.fill(9)).tensor
@@ -325,7 +325,8 @@ def test_a_damaged_array_in_the_cache_is_made_anew(damage):
         with pytest.raises(OSError, match=r"directory|regular file"):
             make()
         return
-    changed = {"cut": data[:-7], "empty": b"", "header": b"\0" + data[1:], "other": data[:128]}
+    changed = {"grown": data[:80] + b" " + data[80:]}
+    changed |= {"cut": data[:-7], "empty": b"", "header": b"\0" + data[1:], "other": data[:128]}
     path.write_bytes(changed[damage])
     assert int(make().min()) == 9
 

@@ -531,7 +531,8 @@ def _reserve(path: Path) -> None:
 def open_array(path: Path, shape: tuple[int, ...], dtype: Any) -> MappedArray:
     """An array of the cache from its file, read only."""
     array = np.load(files.regular(path), mmap_mode="r", allow_pickle=False)
-    if array.shape != shape or array.dtype != dtype:
+    whole = array.offset + array.nbytes == path.stat().st_size
+    if array.shape != shape or array.dtype != dtype or not whole:
         raise ValueError(f"{path} is not what it should be.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # read-only: nobody writes to it
