@@ -303,6 +303,25 @@ def test_a_signal_in_an_import_before_the_steps_is_answered_between_them(tmp_pat
     assert saved == [[signal.SIGTERM]]
 
 
+def test_a_signal_in_an_import_before_the_run_is_answered_between_steps(tmp_path, monkeypatch):
+    """The command's own alarm comes while steps go on already: they answer what it waited for."""
+    lines = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "earlier_module.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    saved = []
+
+    def act():
+        import earlier_module  # type: ignore[import-not-found]  # noqa: F401
+
+        with console.catch_signals() as signals, signals.patience():
+            time.sleep(0.4)
+            saved.append(list(signals))
+        return 0
+
+    assert console.run_guarded(act) == 130
+    assert saved == [[signal.SIGINT]]
+
+
 def test_a_step_that_takes_too_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(console, "LONGEST_STEP", 0.05)
 

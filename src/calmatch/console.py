@@ -24,13 +24,8 @@ REPEAT_AFTER = 3.0  # seconds after which a signal is repeated that an import ha
 OUTSIDE_NAMES = "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM EIO ESTALE"
 OUTSIDE_ERRORS = {getattr(errno, name) for name in OUTSIDE_NAMES.split()}
 # what torch says in a plain RuntimeError where it has no class of its own for it
-MEMORY_ERRORS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "MPS backend out of memory",
-)
+MEMORY_ERRORS = ["DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory"]
+MEMORY_ERRORS += ["MPS backend out of memory"]
 TRAINING_SETTINGS = (
     "--batch, --ratio, --chunk (steps augmented at once), --eval-batch (pictures predicted at "
     "once) or --memory (the share of it that pictures may take)"
@@ -289,6 +284,8 @@ def catch_signals(*, collect: bool = False) -> Iterator[SignalQueue]:
     nothing is raised: for a caller with processes of its own to end first.
     """
     signals, owner, alarm = SignalQueue(), os.getpid(), ALARM and signal.getsignal(ALARM)
+    signals += getattr(alarm, "signals", ())  # of `_stoppable`, which waits for an import
+    signals.early = bool(signals)
 
     def answer(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a worker that was forked from us
@@ -326,6 +323,7 @@ def _stoppable() -> Iterator[None]:
             return
         raise KeyboardInterrupt if signals[-1] == signal.SIGINT else SystemExit(128 + signals[-1])
 
+    end.signals = signals  # type: ignore[attr-defined]  # for who takes its place
     with _handle_signals(end, signals):
         yield
 

@@ -118,7 +118,7 @@ def test_all_tables_and_figures_of_the_paper_come_from_its_runs(tmp_path, protoc
         folder = fabricated.run(tmp_path / cell.folder, cell.config)
         fabricated.history(folder, seed=cell.seed)
     parts = split_paper([tmp_path], "paper")
-    assert tuple(parts) == PARTS
+    assert list(parts) == PARTS
     drawn = set()
     for name, table in parts.items():
         cells = suite_cells(name, [0])
