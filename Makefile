@@ -70,11 +70,12 @@ format: $(READY)  ## put the code in the house's style
 docs: $(READY)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: $(READY)  ## speed of metrics, methods, augmentation and the step
+bench: $(READY)  ## speed of metrics, methods, augmentation, the step, and what people wait for
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/methods.py
 	$(BIN)/python benchmarks/augment.py
 	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/predict.py
 
 readme: $(READY)  ## what README, architecture and CONTRIBUTING show, made anew
 	$(BIN)/python tools/readme.py
