@@ -94,7 +94,9 @@ def input_of(net: nn.Module) -> Input:
     """A network's own input, by its weights' configuration; of an unknown one 64 px, -1 to 1."""
     config = getattr(getattr(net, "model", None), "pretrained_cfg", None) or {}
     if "mean" not in config:
-        return Input(64, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        patches, half = getattr(net, "patch_embed", None), (0.5, 0.5, 0.5)
+        size = patches.img_size[-1] if patches else 64  # our own transformer takes one alone
+        return Input(size, half, half, patches is not None)
     fixed, size = bool(config.get("fixed_input_size", False)), config["input_size"][-1]
     if fixed:  # a transformer may be built for another size than it was pretrained at
         size = getattr(getattr(net.model, "patch_embed", None), "img_size", [size])[-1]
