@@ -72,7 +72,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             known = [v for v in values if not (v is None or str(v) in ("-1", "-1.0"))]
             if len({isinstance(value, str) for value in known}) > 1:
                 raise ValueError("The labels mix texts and numbers; use one kind in y.")
-        if pictures := np.ndim(X) > 2:
+        X = X if hasattr(X, "shape") else np.asarray(X)  # noqa: N806
+        if pictures := len(X.shape) > 2:
             X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
             y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=False)
             if len(X) != len(y):
@@ -83,13 +84,13 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X, y = validate_data(self, X, y, dtype=kinds, ensure_min_samples=2)  # noqa: N806
         ids = self._ids(np.asarray(y))
         state = self.random_state
-        fixed = isinstance(state, int)
-        self.seed_ = int(state if fixed else check_random_state(state).randint(2**31))
+        drawn = state if isinstance(state, int) else check_random_state(state).randint(2**31)
+        self.seed_ = int(drawn)
         if pictures:
             self._fit_pictures(as_bytes(X), ids)
         else:
             self._seen = X, ids
-            self._fit_vectors(torch.from_numpy(X), torch.from_numpy(ids))
+            self._fit_vectors(torch.tensor(X), torch.from_numpy(ids))
         return self
 
     def _ids(self, y: Array) -> NDArray[np.int64]:
@@ -176,7 +177,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """The most probable class of each row."""
-        labels: Array = self.classes_[self.predict_proba(X).argmax(1)]
+        best = self.predict_proba(X).argmax(1)  # first: it says that nothing was fitted
+        labels: Array = self.classes_[best]
         return labels
 
     def ask(self, n: int = 10) -> Array:
