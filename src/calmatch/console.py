@@ -24,7 +24,8 @@ REPEAT_AFTER = 3.0  # seconds after which a signal is repeated that an import ha
 OUTSIDE_NAMES = "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM EIO ESTALE"
 OUTSIDE_ERRORS = {getattr(errno, name) for name in OUTSIDE_NAMES.split()}
 # what torch says in a plain RuntimeError where it has no class of its own for it
-MEMORY_ERRORS = ["DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory"]
+MEMORY_ERRORS = ["DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"]
+MEMORY_ERRORS += ["DefaultCPUAllocator: not enough memory", "CUDA error: out of memory"]
 MEMORY_ERRORS += ["MPS backend out of memory"]
 TRAINING_SETTINGS = (
     "--batch, --ratio, --chunk (steps augmented at once), --eval-batch (pictures predicted at "

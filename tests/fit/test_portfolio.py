@@ -49,7 +49,8 @@ def test_unlabelled_images_teach_the_student():
     base = (features.last[0] @ plain.weights[:-1] + plain.weights[-1]).argmax(1)
     wrong, usual = ((g[free] != truth[free]).mean() for g in (guess, base))
     assert wrong < usual
-    assert wrong <= student.error[2]  # the low end may lie above: unlike all the prior has seen
+    low, high = student.error[1:]
+    assert low - 0.015 <= wrong <= high  # no dataset the prior has learned from is like this one
 
 
 def test_echo_is_high_where_any_labels_would_do_and_low_where_they_decide():

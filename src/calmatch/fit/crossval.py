@@ -286,11 +286,8 @@ def head_config(
 def freeze_vectors(
     config: Config, vectors: Tensor, labels: Tensor, classes: int, views: int = 4
 ) -> FrozenRun:
-    """A run on vectors, centred, all on one scale: a view adds noise, a strong one mixes rows too.
-
-    To scale each feature apart is the caller's choice.
-    """
-    x = vectors.double()
+    """A run on vectors, centred and scaled: a view adds noise, a strong one also mixes in rows."""
+    x = vectors.double()  # one scale for all features: scaling each is the caller's choice
     mean, std = x.mean(0), x.var(0, correction=0).mean().sqrt().clamp_min(1e-12)
     vectors = ((x - mean) / std).float()
     chance = Generator().manual_seed(stream_seed(config.seed, RandomStream.VECTORS))
