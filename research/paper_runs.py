@@ -112,6 +112,7 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=20_480)
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--only", default="", help="cells with this text in their name")
+    command.add_argument("--cells", type=int, help="only the first so many; default: all")
     command.add_argument("--rate", type=float, default=1.0, help="times the recipe's learning rate")
     command.add_argument("--at-once", type=int, default=12, help="runs on the GPU")
     command.add_argument("--net", default="vit_small_patch2_32")
@@ -530,7 +531,7 @@ def run_cells(options: argparse.Namespace) -> None:
 def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
     """The recipe's cells with these weights, shortened: warm-up and intervals in proportion."""
     jobs = []
-    for method, column, changes in CELLS:
+    for method, column, changes in CELLS[: options.cells]:
         archive = options.cifar if column.startswith("cifar10") else options.archive
         if archive is None:
             continue
