@@ -40,7 +40,7 @@ def fitted(features, labels, classes):
 
 
 def test_unlabelled_images_teach_the_student():
-    features, labels, truth = clusters(spread=1.9)
+    features, labels, truth = clusters(spread=2.8)
     _, teachers, student = fitted(features, labels, 5)
     rows = np.flatnonzero(labels >= 0)
     plain = portfolio.fit_logistic(features, rows, labels[rows], 5, bar())
@@ -50,7 +50,7 @@ def test_unlabelled_images_teach_the_student():
     wrong, usual = ((g[free] != truth[free]).mean() for g in (guess, base))
     assert wrong < usual
     low, high = student.error[1:]
-    assert low - 0.015 <= wrong <= high  # no dataset the prior has learned from is like this one
+    assert low <= wrong <= high
 
 
 def test_echo_is_high_where_any_labels_would_do_and_low_where_they_decide():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from calmatch import posthoc
-from calmatch.posthoc.few import _deviations, logit
+from calmatch.posthoc.few import SURPRISE, _deviations, logit
 
 PRIOR = {
     "accuracy": [0.0, 0.5, 0.5, 0.0, 0.0],  # accuracy is halfway from agreement to echo
@@ -37,7 +37,8 @@ def test_without_labels_mean_confidence_is_the_accuracy_that_agreement_and_echo_
 
     assert confidence(fitted.temperature) == pytest.approx(0.8, abs=0.01)
     reach = logit(confidence(fitted.end(-1))) - logit(confidence(fitted.end(1)))
-    assert reach == pytest.approx(2 * PRIOR["sd"], rel=0.1)
+    rare = SURPRISE / (1 + SURPRISE)  # sets of which five times less is known
+    assert reach == pytest.approx(2 * PRIOR["sd"] * np.sqrt(1 - rare + 25 * rare), rel=0.1)
     assert fitted.labels == 0
     fewer = posthoc.few_label_temperature(
         free, agreement=0.8, echo=0.8, labels_a_class=2, prior=PRIOR

@@ -111,8 +111,10 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     with console.ProgressBar("candidates", portfolio.FITS, 0, quiet, unit="fits") as bar:
         embedding = portfolio.Embedding.fit(seen)
         teachers = portfolio.Teachers(embedding.spaces(seen), classes)
+        parts = portfolio.parts_agreement(seen, labelled, y, classes)
+        bar.advance(2)
         candidates = [
-            portfolio.fit_transductive(teachers, labelled, y, bar),
+            portfolio.fit_transductive(teachers, labelled, y, bar, parts),
             portfolio.fit_logistic(seen, labelled, y, classes, bar),
         ]
     if options.method is not None:
@@ -120,8 +122,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     student, refinement = candidates[0], None
     if can_refine(job, extractor.device):
         some: Any = images.some(rows)
-        parts = (extractor, embedding, teachers, some, labelled, y, student)
-        refinement = Refinement(job, *parts)
+        refinement = Refinement(job, extractor, embedding, teachers, some, labelled, y, student)
         line = "  The whole network does not fit into the device's memory."
         if (refined := console.unless_out_of_memory(refinement.candidate, line)) is not None:
             candidates.append(refined)
@@ -232,7 +233,7 @@ def _fit_method_head(
     free = np.setdiff1d(np.arange(len(x)), rows)
     pool = portfolio.softmax(plain[free] @ weights[:-1] + weights[-1]) if len(free) else None
     probs, place = held.log_probs.exp().float().numpy(), np.searchsorted(rows, held.rows)
-    facts: Any = (rows, y, pool, student.agreement, student.echo)
+    facts: Any = (rows, y, pool, student.agreement, student.echo, student.parts)
     return portfolio.evaluated(str(options.method), weights, False, [probs], [place], *facts)
 
 

@@ -42,7 +42,7 @@ BLAS = ThreadpoolController()  # on small matrices two of its threads take twice
 class Features(NamedTuple):
     """What a frozen network says of images; a list entry for each view."""
 
-    last: Sequence[Array]  # each [n, D], before the classifier
+    last: Sequence[Array]  # each [n, D], before the classifier; may be left out
     stages: Sequence[Array] | None = None  # each [n, M]: means and log deviations of earlier maps
 
 
@@ -61,13 +61,13 @@ class Embedding:
     @classmethod
     def fit(cls, pool: Features, components: Sequence[int] = COMPONENTS) -> Embedding:
         """From all images of the pool, labelled or not."""
-        last = _last(pool)
         none = np.zeros(0, np.float32)
-        self = cls(none, none, 0.0, none, none, none, ())
+        self = cls(none, none, 1.0, none, none, none, ())
         if pool.stages is not None:
             stages = np.mean(pool.stages, 0)
             self.stage_mean, self.stage_scale = stages.mean(0), stages.std(0) + 1e-6
-            self.stage_weight = STAGES * float(np.sqrt(last.var(0).sum()))
+            if pool.last:
+                self.stage_weight = STAGES * float(np.sqrt(_last(pool).var(0).sum()))
         joined = self._join(pool)
         self.mean = joined.mean(0)
         centred, n = joined - self.mean, len(joined)
@@ -91,12 +91,11 @@ class Embedding:
         return np.asarray(1 / np.sqrt(variance + SHRINKAGE * variance.mean()), np.float32)
 
     def _join(self, features: Features) -> Array:
-        last = _last(features)
-        if features.stages is None:
-            return last
-        stages = np.mean(features.stages, 0)
-        scaled = _unit((stages - self.stage_mean) / self.stage_scale)
-        return np.concatenate([last, self.stage_weight * scaled], 1)
+        parts = [_last(features)] if features.last else []
+        if features.stages is not None:
+            stages = (np.mean(features.stages, 0) - self.stage_mean) / self.stage_scale
+            parts.append(self.stage_weight * _unit(stages))
+        return np.concatenate(parts, 1)
 
 
 def _last(features: Features) -> Array:
@@ -198,7 +197,8 @@ def fit_linear(inputs: Array, targets: Array, decay: float, rounds: int = 60) ->
 
 FOLDS, REPEATS, HALVINGS = 4, 2, 8
 ECHOES, ECHO_TEMPERATURE = 8, 0.5  # of echo_agreement
-FITS = 1 + FOLDS * (REPEATS + 1) + 2 * HALVINGS + ECHOES  # of all candidates
+FITS = 4 + FOLDS * (REPEATS + 1) + 2 * HALVINGS + ECHOES  # of all candidates
+BAG_DECAY = 1e-4  # of the layer that learns the students' average
 STRENGTHS = np.logspace(-4, 0, 5)  # C of logistic regression
 
 
@@ -215,6 +215,7 @@ class Candidate(NamedTuple):
     error: posthoc.Estimate  # with the ends of its 95 % interval
     agreement: float | None = None  # of students of disjoint halves, on unlabelled images
     echo: float | None = None  # as echo_agreement has it
+    parts: float | None = None  # as parts_agreement has it
     network: nn.Module | None = None  # whose layers all learned; None: the extractor's own
 
     @property
@@ -225,33 +226,53 @@ class Candidate(NamedTuple):
         return np.asarray(-logits[np.arange(len(self.labels)), self.labels], np.float32)
 
 
-def fit_transductive(teachers: Teachers, rows: Rows, labels: Rows, bar: Any) -> Candidate:
-    """The student of all labels, evaluated by students of fewer: out of fold, and of halves."""
-    inputs = teachers.inputs
-    weights = teachers.student(rows, labels)
-    bar.advance(1)
+def fit_transductive(
+    teachers: Teachers, rows: Rows, labels: Rows, bar: Any, parts: float | None = None
+) -> Candidate:
+    """What students of some of the labels say on average (bagging), as one linear layer.
+
+    Students of folds' complements and of disjoint halves; each label is evaluated by those that
+    have not seen it, so what is evaluated differs from what is used by little. That average is
+    less certain where the draw of labels decides, at nearly the error of a student of all labels.
+    """
+    inputs, n = teachers.inputs, len(labels)
     free = np.setdiff1d(np.arange(len(inputs)), rows)
-    probs, places = [], []
-    for repeat in range(REPEATS):
-        for out, rest in folds_of(labels, repeat):
-            if len(out):
-                own = teachers.student(rows[rest], labels[rest])
-                probs.append(softmax(inputs[rows[out]] @ own[:-1] + own[-1]))
-                places.append(out)
-            bar.advance(1)
-    agreements = []
-    for repeat in range(HALVINGS):
-        guesses = []
-        for side in _halves_of(labels, repeat):
-            own = teachers.student(rows[side], labels[side])
-            guesses.append((inputs[free] @ own[:-1] + own[-1]).argmax(1))
-            bar.advance(1)
-        agreements += [(guesses[0] == guesses[1]).mean()] if len(free) else []
-    pool = softmax(inputs[free] @ weights[:-1] + weights[-1]) if len(free) else None
-    agreement = float(np.mean(agreements)) if agreements else None
-    echo = echo_agreement(teachers, weights, rows, labels, bar) if len(free) else None
-    known = rows, labels, pool, agreement, echo
-    return evaluated("transductive", weights, True, probs, places, *known)
+    chosen = [rest for repeat in range(REPEATS) for _, rest in folds_of(labels, repeat)]
+    chosen += [side for repeat in range(HALVINGS) for side in _halves_of(labels, repeat)]
+    total = np.zeros((len(inputs), teachers.classes), np.float32)
+    held, number, guesses = np.zeros((n, teachers.classes), np.float32), np.zeros(n, int), []
+    for seen in chosen:
+        own = teachers.student(rows[seen], labels[seen])
+        probs = softmax(inputs @ own[:-1] + own[-1])
+        total += probs / len(chosen)
+        held[~seen] += probs[rows[~seen]]
+        number += ~seen
+        guesses.append(probs[free].argmax(1))
+        bar.advance(1)
+    weights = fit_linear(inputs, total, BAG_DECAY)
+    agreement = echo = pool = None
+    if len(free):
+        halves = guesses[-2 * HALVINGS :]
+        agreement = float(np.mean(np.array(halves[::2]) == np.array(halves[1::2])))
+        echo = echo_agreement(teachers, teachers.student(rows, labels), rows, labels, bar)
+        pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
+    bar.advance(1)
+    place = np.flatnonzero(number)
+    out: Any = held[place] / number[place, None]
+    known = rows, labels, pool, agreement, echo, parts
+    return evaluated("transductive", weights, True, [out], [place], *known)
+
+
+def parts_agreement(seen: Features, rows: Rows, labels: Rows, classes: int) -> float | None:
+    """On how many unlabelled images a student of the last layer and one of the stages agree."""
+    free, guesses = np.setdiff1d(np.arange(len(seen.last[0])), rows), []
+    if seen.stages is None or not len(free):
+        return None
+    for part in (Features(seen.last), Features((), seen.stages)):
+        teachers = Teachers(Embedding.fit(part).spaces(part), classes)
+        own = teachers.student(rows, labels)
+        guesses.append((teachers.inputs[free] @ own[:-1] + own[-1]).argmax(1))
+    return float((guesses[0] == guesses[1]).mean())
 
 
 def echo_agreement(
@@ -289,6 +310,7 @@ def evaluated(
     pool: Array | None,
     agreement: float | None = None,
     echo: float | None = None,
+    parts: float | None = None,
 ) -> Candidate:
     """Temperature and error by unlabelled images, agreement, and labels that were held out.
 
@@ -300,13 +322,12 @@ def evaluated(
     free, out, y = log_clipped(held if pool is None else pool), log_clipped(held), labels[place]
     each = len(labels) / held.shape[1]
     repeats = len(place) // len(once)
-    fitted = posthoc.few_label_temperature(
-        free, out, y, agreement=agreement, echo=echo, labels_a_class=each, repeats=repeats
-    )
+    signs: Any = {"agreement": agreement, "echo": echo, "parts": parts, "labels_a_class": each}
+    fitted = posthoc.few_label_temperature(free, out, y, **signs, repeats=repeats)
     error = posthoc.few_label_error(fitted, free, out, y, repeats=repeats)
     mean = np.stack([held[place == k].mean(0) for k in once])
     known = log_clipped(mean), labels[once], rows[once]
-    return Candidate(name, weights, embedded, *known, fitted, error, agreement, echo)
+    return Candidate(name, weights, embedded, *known, fitted, error, agreement, echo, parts)
 
 
 def log_clipped(probs: Array) -> Array:

@@ -185,7 +185,7 @@ class Refinement:
         pool = portfolio.softmax(logits[free]) if len(free) else None
         evaluated = portfolio.evaluated(
             "whole network", weights, True, probs, places, self.labelled, self.labels, pool,
-            self.student.agreement, self.student.echo,
+            self.student.agreement, self.student.echo, self.student.parts,
         )  # fmt: skip
         return evaluated._replace(network=network)
 

@@ -22,7 +22,7 @@ from calmatch.posthoc import TEMPERATURES, check_log_probs, check_logits, log_so
 
 Estimate = Interval
 STEPS = 241  # of log temperature
-SURPRISE = 0.002  # share of datasets of which five times less is known than learned: labels decide
+SURPRISE = 0.02  # share of datasets of which five times less is known than learned: labels decide
 FEWEST = 10  # unlabelled images above a threshold, that it may be promised
 
 
@@ -34,25 +34,40 @@ def read_prior() -> Mapping[str, Any]:
 
 
 def expected_accuracy(
-    agreement: float, echo: float, labels_a_class: float, prior: Mapping[str, Any] | None = None
+    agreement: float,
+    echo: float,
+    labels_a_class: float,
+    parts: float | None = None,
+    prior: Mapping[str, Any] | None = None,
 ) -> float:
-    """The accuracy of a model, by two shares of the unlabelled images.
+    """The accuracy of a model, by two or three shares of the unlabelled images.
 
     On how many models of disjoint halves of its labels agree (Jiang et al. (2022) have accuracy
     equal agreement, for networks that differ in their seeds alone); and on how many models agree
     with it that learned as many labels of other images, drawn by its own confidence (echo). Labels
     that happen to be easy raise the first and not the accuracy; the second knows no luck, but does
-    not see mistakes that all make. logit(accuracy) = a + b logit(agreement) + c logit(echo) + d
-    l + e l², l = log(labels a class / 4), learned over datasets with 2 to 10 labels a class.
+    not see mistakes that all make; models of a network's last layer and of its earlier ones make
+    other mistakes (parts). logit(accuracy) = a + b logit(agreement) + c logit(echo) + d l + e l² +
+    f logit(parts), l = log(labels a class / 4), learned over datasets of 2 to 10 labels a class.
     """
-    numbers = np.array((prior or read_prior())["accuracy"])
-    return float(1 / (1 + np.exp(-numbers @ accuracy_inputs(agreement, echo, labels_a_class))))
+    numbers = np.array(_learned(prior, parts)["accuracy"])
+    inputs = accuracy_inputs(agreement, echo, labels_a_class, parts)
+    return float(1 / (1 + np.exp(-numbers @ inputs)))
 
 
-def accuracy_inputs(agreement: float, echo: float, labels_a_class: float) -> list[float]:
+def accuracy_inputs(
+    agreement: float, echo: float, labels_a_class: float, parts: float | None = None
+) -> list[float]:
     """What `expected_accuracy` weighs."""
     more = float(np.log(np.clip(labels_a_class, 2, 10) / 4))
-    return [1.0, logit(agreement), logit(echo), more, more * more]
+    inputs = [1.0, logit(agreement), logit(echo), more, more * more]
+    return inputs if parts is None else [*inputs, logit(parts)]
+
+
+def _learned(prior: Mapping[str, Any] | None, parts: float | None) -> Mapping[str, Any]:
+    """What holds where students of a network's parts were compared, or were not."""
+    learned = prior or read_prior()
+    return learned if parts is None else {**learned, **learned["parts"]}
 
 
 def spread_at(labels_a_class: float) -> float:
@@ -85,6 +100,7 @@ def few_label_temperature(
     *,
     agreement: float | None = None,
     echo: float | None = None,
+    parts: float | None = None,
     labels_a_class: float = 4.0,
     repeats: int = 1,
     prior: Mapping[str, Any] | None = None,
@@ -93,19 +109,20 @@ def few_label_temperature(
 
     From log-probabilities [N, C] of unlabelled images (free), and [n, C] of labelled ones (held) by
     models that have not seen their labels [n]; where each is in `held` several times (repeats),
-    together they count once. `agreement` and `echo` are those of `expected_accuracy`; where either
-    is None nothing is known, and the prior is wide around 1. A study that leaves datasets out has a
-    `prior` of its own.
+    together they count once. `agreement`, `echo`, `parts` are as for `expected_accuracy`; where one of
+    the first two is None nothing is known, and the prior is wide around 1. A study that leaves
+    datasets out has a `prior` of its own.
     """
-    z, learned = check_log_probs(torch.as_tensor(free)), prior or read_prior()
+    z, learned = check_log_probs(torch.as_tensor(free)), _learned(prior, parts)
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
-    away, n = logs / learned["blind_sd"], 0
+    away, rare, n = logs / learned["blind_sd"], -np.inf, 0
     if agreement is not None and echo is not None:
-        centre = logit(expected_accuracy(agreement, echo, labels_a_class, learned))
+        centre = logit(expected_accuracy(agreement, echo, labels_a_class, parts, prior))
         tops = [posthoc.mean_confidence(z, heat) for heat in np.exp(logs[::8])]
         away = (np.interp(logs, logs[::8], logit(np.array(tops), 1e-9)) - centre) / learned["sd"]
         away /= spread_at(labels_a_class)
-    fits = np.logaddexp(-0.5 * away**2, np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2)
+        rare = np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2
+    fits = np.logaddexp(-0.5 * away**2, rare)
     if labels is not None:
         z, y = check_logits(held, labels)
         n = max(1, round(len(y) / repeats))

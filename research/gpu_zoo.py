@@ -1,0 +1,86 @@
+"""`calmatch fit` on a GPU over the zoo, through the real commands; several fits share the card.
+
+`python research/gpu_zoo.py ZOO WORK --splits 1 --at-once 4` prints a line a fit: error and debiased
+ECE on new/, seconds, and what was kept. ZOO is the unpacked zoo, WORK gets runs and lines.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from calmatch import metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("zoo", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--splits", type=int, default=1)
+    parser.add_argument("--labels", type=int, nargs="*", default=[4])
+    parser.add_argument("--minutes", default="2")
+    parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--sets", nargs="*")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    names = options.sets or sorted(p.parent.name for p in options.zoo.glob("*/truth.csv"))
+    jobs = [(k, n, name) for k in range(options.splits) for n in options.labels for name in names]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for line in pool.map(lambda job: measure(options, *job), jobs):
+            with (options.work / "lines.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+
+
+def measure(options: Any, split: int, number: int, name: str) -> dict[str, Any]:
+    """One fit, its prediction of new/ and how right that is."""
+    home, base = options.zoo / name, options.work / f"{name}-{number}-{split}"
+    with (home / "truth.csv").open() as file:
+        rows = [(Path(r["file"]).name, r["label"], r["part"]) for r in csv.DictReader(file)]
+    pool, truth = ({f: c for f, c, p in rows if p == part} for part in ("pool", "new"))
+    classes, labels = sorted(set(pool.values())), Path(f"{base}.csv")
+    lines = ["file,label"]
+    for c in classes:  # as research/zoo.py draws them
+        own = sorted(f for f, label in pool.items() if label == c)
+        lines += [f"{f},{c}" for f in random.Random(split).sample(own, number)]
+    labels.write_text("\n".join(lines) + "\n")
+    began = time.perf_counter()
+    fit = ["fit", home / "pool", "--labels", labels, "--out", base, "--minutes", options.minutes]
+    call(*fit, "--net", "efficientnet_lite0", "--quiet")
+    seconds = time.perf_counter() - began
+    call("predict", base, home / "new", "-o", f"{base}-new.csv", "--probs", "--quiet")
+    with Path(f"{base}-new.csv").open() as file:
+        answers = {Path(r["file"]).name: r for r in csv.DictReader(file)}
+    files = [f for f in truth if f in answers]
+    column = {c: f"p({c})" for c in classes}
+    probs = np.array([[float(answers[f][column[c]]) for c in classes] for f in files])
+    both = torch.from_numpy(probs), torch.tensor([classes.index(truth[f]) for f in files])
+    result = json.loads((base / "result.json").read_text())
+    return {
+        "key": f"{name} {number} {split}",
+        "error": float(metrics.error(*both)),
+        "ece": float(metrics.debiased_ece(both[0] / both[0].sum(1, keepdim=True), both[1])),
+        "estimate": result["metrics"]["error"],
+        "seconds": round(seconds, 1),
+        "kept": result.get("kept"),
+        "scores": result.get("scores"),
+    }
+
+
+def call(*words: Any) -> None:
+    subprocess.run([sys.executable, "-m", "calmatch", *map(str, words)], check=True)
+
+
+if __name__ == "__main__":
+    main()
