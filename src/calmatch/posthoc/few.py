@@ -109,9 +109,9 @@ def few_label_temperature(
 
     From log-probabilities [N, C] of unlabelled images (free), and [n, C] of labelled ones (held) by
     models that have not seen their labels [n]; where each is in `held` several times (repeats),
-    together they count once. `agreement`, `echo`, `parts` are as for `expected_accuracy`; where one of
-    the first two is None nothing is known, and the prior is wide around 1. A study that leaves
-    datasets out has a `prior` of its own.
+    together they count once. `agreement`, `echo`, `parts` are as in `expected_accuracy`; without
+    the first two nothing is known, and the prior is wide around 1. A study that leaves datasets out
+    has a `prior` of its own.
     """
     z, learned = check_log_probs(torch.as_tensor(free)), _learned(prior, parts)
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
