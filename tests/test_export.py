@@ -196,3 +196,20 @@ def test_jpeg_bytes_of_any_size_get_the_answers_of_predict(tmp_path, to, squash,
         assert bool(out[2]) == answer.sure
         sure.append(answer.sure)
     assert len(set(sure)) == 2  # both kinds were seen
+
+
+@pytest.mark.parametrize("away", [-4e-6, 0.0, 1e-9, 4e-6])
+def test_who_lies_at_the_threshold_is_sure_in_every_runtime(tmp_path, away):
+    """A threshold is some picture's confidence, in float64; runtimes differ in the last digits."""
+    write_random_model(tmp_path, "tiny", 4, 24)
+    images = pictures(9, 24, seed=5)
+    best = load_model(tmp_path).probabilities(images).amax(1).sort().values
+    assert float((best[1:] - best[:-1]).min()) > 3e-5  # nobody else is near
+    point = float(best[4]) + away
+    save_calibration(tmp_path, None, None, posthoc.Selective(point, 0.5, 0.9, 200, 0))
+    loaded = load_model(tmp_path)
+    path = export.export(loaded, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    sure = session.run(["sure"], {"images": images.numpy()})[0].tolist()
+    assert sure == [answer.sure for answer in loaded.answer(loaded.probabilities(images))]
+    assert sum(sure) == 5

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +32,13 @@ class Calibrated(nn.Module):
         super().__init__()
         self.network, self.calibration = model.network, model.calibration
         self.size, self.squash, self.conformal = model.size, model.squash, model.conformal
-        point = model.selective.threshold if model.selective else None
-        self.point = math.inf if point is None else point
+        self.sure = model.sure
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         square = resize_square(images, self.size, self.squash)
         probs = self.calibration(self.network(square)).exp()
         sets = self.conformal.sets(probs) if self.conformal else torch.zeros_like(probs).bool()
-        return probs, sets, probs.amax(1) >= self.point
+        return probs, sets, self.sure(probs.amax(1))
 
 
 def resize_square(images: Tensor, size: int, squash: bool) -> Tensor:
