@@ -23,7 +23,7 @@ LITE = "efficientnet_lite0(pretrained=False)"
 
 def finished(folder: Path, net: str = "tiny", size: int = 16, **settings: object) -> Path:
     """A run folder with a model and without training."""
-    made(folder, pictures=200, **settings)
+    made(folder, **({"pictures": 200} | settings))
     write_random_model(folder, net, 5, size)
     note = json.loads((folder / "model.json").read_text("utf-8"))
     root = "pictures(root='/home/somebody/secret/photos')"
@@ -48,6 +48,20 @@ def test_the_card_says_what_the_run_says_and_not_where_it_lay(tmp_path):
     assert not any(
         b"secret" in path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()
     )
+
+
+@pytest.mark.parametrize(("pictures", "measured"), [(199, False), (200, True)])
+def test_the_card_shows_calibration_only_where_fit_would(tmp_path, pictures, measured):
+    (tmp_path / "out").mkdir()
+    run = hub.load_run(finished(tmp_path / "run", pictures=pictures))
+    hub.write_repository(run, tmp_path / "out", "somebody/photos")
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert ("ECE (15 bins)" in card, "smooth ECE" in card) == (measured, measured)
+    log_probs, labels = run.predictions()
+    sure, right = log_probs.exp().amax(1).mean(), (log_probs.argmax(1) == labels).float().mean()
+    words = f"on them it was {100 * sure:.0f} % confident and {100 * right:.0f} % right on average"
+    assert (words in card) != measured
+    assert "| error |" in card
 
 
 def test_an_address_that_is_none_is_a_sentence():
