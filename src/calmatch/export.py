@@ -88,7 +88,7 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
 
 def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
     """Refuse a file whose probabilities differ from the model's, for one image or several."""
-    run = (_run_onnx if to == "onnx" else _run_pt2)(data)
+    run = _run_onnx(data) if to == "onnx" else torch.export.load(io.BytesIO(data)).module()
     expected = Calibrated(model).eval()
     for some in (images, images[:1]):
         probs, sets, sure = run(some)
@@ -122,10 +122,6 @@ def _program(model: Model, images: Tensor) -> Any:
     names = ("pictures", "", "height", "width")
     shapes = {"images": {k: torch.export.Dim(name) for k, name in enumerate(names) if name}}
     return torch.export.export(Calibrated(model).eval(), (images,), dynamic_shapes=shapes)
-
-
-def _run_pt2(data: bytes) -> Any:
-    return torch.export.load(io.BytesIO(data)).module()
 
 
 def _onnx(model: Model, images: Tensor) -> bytes:

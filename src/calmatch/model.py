@@ -61,8 +61,7 @@ class Model:
     def _repr_html_(self) -> str:
         from calmatch.metrics import as_html, read_predictions_for_html
 
-        sets, point = self.conformal, self.selective
-        sure = point.threshold if point else None
+        sets, sure = self.conformal, self.selective.threshold if self.selective else None
         promise = f"{sets.coverage:.0%}" if sets and sets.threshold is not None else "no promise"
         rows = {
             "classes": f"{len(self.classes)}: {', '.join(self.classes[:12])}",
