@@ -13,6 +13,7 @@ import yaml
 
 from calmatch import hub
 from calmatch.model import load_model
+from calmatch.report.charts import reliability_figure
 from conftest import ALONE, calmatch, write_random_model
 from folders import NASTY, made
 from hub_server import serve_hub
@@ -58,6 +59,8 @@ def test_the_card_shows_calibration_only_where_fit_would(tmp_path, pictures, mea
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert ("ECE (15 bins)" in card, "smooth ECE" in card) == (measured, measured)
     log_probs, labels = run.predictions()
+    title = reliability_figure({"": (log_probs, labels)}).axes[0].get_title()
+    assert ("error" in title, "ECE" in title) == (True, measured)
     sure, right = log_probs.exp().amax(1).mean(), (log_probs.argmax(1) == labels).float().mean()
     words = f"on them it was {100 * sure:.0f} % confident and {100 * right:.0f} % right on average"
     assert (words in card) != measured

@@ -14,7 +14,7 @@ import yaml
 from calmatch import __version__, files, spec
 from calmatch.console import message, say_why
 from calmatch.data.images import cache_folder
-from calmatch.fit.text import FEW
+from calmatch.metrics import FEW
 from calmatch.model import Model, load_model, read_model_json
 from calmatch.report.charts import reliability_figure, save_figure
 from calmatch.runs import Run, load_run, probabilities
