@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,14 +123,20 @@ assert tuple(theirs.pretrained_cfg["mean"]) == (0.5, 0.5, 0.5)
     assert offline.returncode == 0, offline.stderr  # a commit that was pulled before
 
 
-def test_names_of_timm_become_ours_and_a_broken_file_is_left_for_the_check(tmp_path):
+def test_names_of_timm_become_ours_and_a_broken_file_is_left_for_the_check(tmp_path, monkeypatch):
+    import windows  # what a file that is mapped means there
+
     run = finished(tmp_path / "run", "tiny", 16)
     hub._take_timm_names(run / "model.safetensors")
     load_model(run)  # it had our names before
     weights = safetensors.torch.load_file(run / "model.safetensors")
     bare = {key.replace("/", "."): value for key, value in weights.items()}
-    safetensors.torch.save_file(bare, run / "model.safetensors")
+    data = safetensors.torch.save(bare)
+    del weights, bare  # Windows replaces no file that is mapped
+    (run / "model.safetensors").write_bytes(data)
+    monkeypatch.setattr(os, "replace", windows.replace_closed)
     hub._take_timm_names(run / "model.safetensors")
+    monkeypatch.undo()
     renamed = safetensors.torch.load_file(run / "model.safetensors")
     assert all(key.startswith(hub.PREFIX) for key in renamed)
     (run / "model.safetensors").write_bytes(b"not this")

@@ -66,7 +66,7 @@ def trained(tmp_path_factory) -> Path:
 def photos(tmp_path) -> Path:
     folder = tmp_path / "photos"
     for k, name in enumerate(
-        ["b.png", "a.PNG", "sub/c.jpg", "sub/deep/d.webp", "e, f.bmp", "ü|ß.gif"]
+        ["b.png", "a.PNG", "sub/c.jpg", "sub/deep/d.webp", "e, f.bmp", "ü;ß.gif"]
     ):
         draw(folder / name, k)
     (folder / "notes.txt").write_text("not a picture")
@@ -75,7 +75,7 @@ def photos(tmp_path) -> Path:
     return folder
 
 
-NAMES = ["a.PNG", "b.png", "e, f.bmp", "sub/c.jpg", "sub/deep/d.webp", "ü|ß.gif"]
+NAMES = ["a.PNG", "b.png", "e, f.bmp", "sub/c.jpg", "sub/deep/d.webp", "ü;ß.gif"]
 
 
 def test_every_picture_is_answered_as_the_model_answers(trained, photos, typed, tmp_path):

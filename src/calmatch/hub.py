@@ -23,6 +23,7 @@ ADDRESS = re.compile(r"hf:/{0,2}([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 MODEL_FILES = ("model.json", "model.safetensors")
 PREFIX = "net/body.model."  # of a timm network's tensors in our files
 SHOWN = {"error": "error", "ece": "ECE (15 bins)", "smooth_ece": "smooth ECE", "nll": "log-loss"}
+TASK = "image-classification"
 CARD = Path(__file__).with_name("hub.md")
 EXTRA = "The Hub needs an extra: pip install 'calmatch[hub]'."
 LOGIN = "; is the name right, and `hf auth login` done?"
@@ -88,12 +89,10 @@ def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     keys = [key for key in SHOWN if key in run.result.metrics and not (few and "ece" in key)]
     rows = {SHOWN[key]: run.result.metrics[key] for key in keys}
     values = [{"type": key, "value": round(item.value, 6)} for key, item in rows.items()]
-    front: dict[str, Any] = {
-        "library_name": "timm" if in_timm else "calmatch",
-        "pipeline_tag": "image-classification",
-        "tags": ["calmatch", "image-classification", "semi-supervised-learning", "calibration"],
-    }
-    result = {"task": {"type": "image-classification"}, "metrics": values}
+    front: dict[str, Any] = {"library_name": "timm" if in_timm else "calmatch"}
+    tags = ["calmatch", TASK, "semi-supervised-learning", "calibration"]
+    front |= {"pipeline_tag": TASK, "tags": tags}
+    result = {"task": {"type": TASK}, "metrics": values}
     result["dataset"] = {"name": run.data, "type": "own-pictures"}
     front["model-index"] = [{"name": name, "results": [result]}]
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -122,7 +121,8 @@ def _take_timm_names(path: Path) -> None:
     """A network that timm can load too has timm's names on the Hub, and ours here."""
     with contextlib.suppress(safetensors.SafetensorError):  # loading it will say what is wrong
         with safetensors.safe_open(files.regular(path), "pt") as file:
-            if not file.keys() or any("/" in key for key in file.keys()):  # noqa: SIM118
+            names = list(file.keys())
+            if not names or any("/" in name for name in names):
                 return
-        tensors = safetensors.torch.load_file(files.regular(path))
-        files.write(path, safetensors.torch.save({PREFIX + k: v for k, v in tensors.items()}))
+            content = safetensors.torch.save({PREFIX + k: file.get_tensor(k) for k in names})
+        files.write(path, content)  # and nothing maps it now, or Windows would refuse

@@ -161,7 +161,7 @@ def test_where_the_system_does_not_say_its_free_memory_four_gigabytes_are_assume
     system, monkeypatch
 ):
     for name in ("sysconf", "sysconf_names"):
-        monkeypatch.delattr(os, name)
+        monkeypatch.delattr(os, name, raising=False)
     if system == "macOS":  # it has other names
         monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 29}, raising=False)
     images = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(1, 3, 2000, 2000)  # 12 MB each

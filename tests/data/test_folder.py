@@ -306,7 +306,7 @@ def test_two_pictures_whose_names_look_the_same_are_not_mixed_up(folder):
     for name in names:
         shutil.copy(next(folder.rglob("*.png")), folder / name)
     path = folder / "labels.csv"
-    path.write_text(f"file,label\n{names[0]},a\n{names[1]},b\n")
+    path.write_text(f"file,label\n{names[0]},a\n{names[1]},b\n", "utf-8")
     with pytest.raises(ValueError, match="rename one"):
         read_folder(folder, path)
 
