@@ -28,7 +28,7 @@ ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}
 ON_WINDOWS = os.name == "nt" or "CALMATCH_AS_ON_WINDOWS" in os.environ
 collect_ignore = ["faults", "windows.py"] if ON_WINDOWS else []
 POSIX = re.compile(  # what a test needs that Windows has not: pipes, links, forks, signals, bits
-    r"mkfifo|symlink_to|os\.fork|killpg|os\.kill\(|send_signal|SIGKILL|SIGTERM|SIGINT"
+    r"mkfifo|symlink_to|os\.fork|killpg|os\.kill\(|send_signal|SIGKILL|SIGTERM|SIGINT|context..fork"
     r"|import resource|posix_fallocate|st_blocks|chmod|/dev/|/proc/|\bwindows\.|on_windows"
 )
 

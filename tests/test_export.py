@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,8 +125,9 @@ def test_a_file_that_disagrees_with_the_model_is_not_written(tmp_path, monkeypat
     loaded = load_model(tmp_path)
     for wrong in (0.001, np.nan):
         true = export.Calibrated(loaded).eval()
-        fake = lambda data, wrong=wrong: lambda x: (true(x)[0] + wrong, *true(x)[1:])  # noqa: E731, B023
-        monkeypatch.setattr(export, "_run_pt2", fake)
+        other = lambda x, wrong=wrong: (true(x)[0] + wrong, *true(x)[1:])  # noqa: E731, B023
+        program = SimpleNamespace(module=lambda other=other: other)
+        monkeypatch.setattr(torch.export, "load", lambda data, program=program: program)
         with pytest.raises(ValueError, match="differs from the model"):
             export.export(loaded, tmp_path / "model.pt2", "pt2")
     assert not (tmp_path / "model.pt2").exists()
@@ -196,3 +198,20 @@ def test_jpeg_bytes_of_any_size_get_the_answers_of_predict(tmp_path, to, squash,
         assert bool(out[2]) == answer.sure
         sure.append(answer.sure)
     assert len(set(sure)) == 2  # both kinds were seen
+
+
+@pytest.mark.parametrize("away", [-4e-6, 0.0, 1e-9, 4e-6])
+def test_who_lies_at_the_threshold_is_sure_in_every_runtime(tmp_path, away):
+    """A threshold is some picture's confidence, in float64; runtimes differ in the last digits."""
+    write_random_model(tmp_path, "tiny", 4, 24)
+    images = pictures(9, 24, seed=5)
+    best = load_model(tmp_path).probabilities(images).amax(1).sort().values
+    assert float((best[1:] - best[:-1]).min()) > 3e-5  # nobody else is near
+    point = float(best[4]) + away
+    save_calibration(tmp_path, None, None, posthoc.Selective(point, 0.5, 0.9, 200, 0))
+    loaded = load_model(tmp_path)
+    path = export.export(loaded, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    sure = session.run(["sure"], {"images": images.numpy()})[0].tolist()
+    assert sure == [answer.sure for answer in loaded.answer(loaded.probabilities(images))]
+    assert sum(sure) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from calmatch import hub
 from calmatch.model import load_model
+from calmatch.report.charts import reliability_figure
 from conftest import ALONE, calmatch, write_random_model
 from folders import NASTY, made
 from hub_server import serve_hub
@@ -23,7 +25,7 @@ LITE = "efficientnet_lite0(pretrained=False)"
 
 def finished(folder: Path, net: str = "tiny", size: int = 16, **settings: object) -> Path:
     """A run folder with a model and without training."""
-    made(folder, pictures=200, **settings)
+    made(folder, **({"pictures": 200} | settings))
     write_random_model(folder, net, 5, size)
     note = json.loads((folder / "model.json").read_text("utf-8"))
     root = "pictures(root='/home/somebody/secret/photos')"
@@ -48,6 +50,22 @@ def test_the_card_says_what_the_run_says_and_not_where_it_lay(tmp_path):
     assert not any(
         b"secret" in path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()
     )
+
+
+@pytest.mark.parametrize(("pictures", "measured"), [(199, False), (200, True)])
+def test_the_card_shows_calibration_only_where_fit_would(tmp_path, pictures, measured):
+    (tmp_path / "out").mkdir()
+    run = hub.load_run(finished(tmp_path / "run", pictures=pictures))
+    hub.write_repository(run, tmp_path / "out", "somebody/photos")
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert ("ECE (15 bins)" in card, "smooth ECE" in card) == (measured, measured)
+    log_probs, labels = run.predictions()
+    title = reliability_figure({"": (log_probs, labels)}).axes[0].get_title()
+    assert ("error" in title, "ECE" in title) == (True, measured)
+    sure, right = log_probs.exp().amax(1).mean(), (log_probs.argmax(1) == labels).float().mean()
+    words = f"on them it was {100 * sure:.0f} % confident and {100 * right:.0f} % right on average"
+    assert (words in card) != measured
+    assert "| error |" in card
 
 
 def test_an_address_that_is_none_is_a_sentence():
@@ -105,14 +123,20 @@ assert tuple(theirs.pretrained_cfg["mean"]) == (0.5, 0.5, 0.5)
     assert offline.returncode == 0, offline.stderr  # a commit that was pulled before
 
 
-def test_names_of_timm_become_ours_and_a_broken_file_is_left_for_the_check(tmp_path):
+def test_names_of_timm_become_ours_and_a_broken_file_is_left_for_the_check(tmp_path, monkeypatch):
+    import windows  # what a file that is mapped means there
+
     run = finished(tmp_path / "run", "tiny", 16)
     hub._take_timm_names(run / "model.safetensors")
     load_model(run)  # it had our names before
     weights = safetensors.torch.load_file(run / "model.safetensors")
     bare = {key.replace("/", "."): value for key, value in weights.items()}
-    safetensors.torch.save_file(bare, run / "model.safetensors")
+    data = safetensors.torch.save(bare)
+    del weights, bare  # Windows replaces no file that is mapped
+    (run / "model.safetensors").write_bytes(data)
+    monkeypatch.setattr(os, "replace", windows.replace_closed)
     hub._take_timm_names(run / "model.safetensors")
+    monkeypatch.undo()
     renamed = safetensors.torch.load_file(run / "model.safetensors")
     assert all(key.startswith(hub.PREFIX) for key in renamed)
     (run / "model.safetensors").write_bytes(b"not this")

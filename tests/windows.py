@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+POSIX_ONLY = "register_at_fork posix_fallocate fork sched_getaffinity sysconf sysconf_names".split()
 real_open, real_sync, real_replace = os.open, os.fsync, os.replace
 
 
@@ -59,7 +60,7 @@ def take_away():
         sys.modules[name] = None
     for name in ("SIGALRM", "setitimer", "ITIMER_REAL", "SIGKILL"):
         delattr(signal, name)
-    for name in ("register_at_fork", "posix_fallocate", "fork", "sched_getaffinity"):
+    for name in POSIX_ONLY:
         if hasattr(os, name):
             delattr(os, name)
     del mmap.MADV_DONTNEED

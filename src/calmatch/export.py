@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +32,13 @@ class Calibrated(nn.Module):
         super().__init__()
         self.network, self.calibration = model.network, model.calibration
         self.size, self.squash, self.conformal = model.size, model.squash, model.conformal
-        point = model.selective.threshold if model.selective else None
-        self.point = math.inf if point is None else point
+        self.sure = model.sure
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         square = resize_square(images, self.size, self.squash)
         probs = self.calibration(self.network(square)).exp()
         sets = self.conformal.sets(probs) if self.conformal else torch.zeros_like(probs).bool()
-        return probs, sets, probs.amax(1) >= self.point
+        return probs, sets, self.sure(probs.amax(1))
 
 
 def resize_square(images: Tensor, size: int, squash: bool) -> Tensor:
@@ -90,7 +88,7 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
 
 def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
     """Refuse a file whose probabilities differ from the model's, for one image or several."""
-    run = (_run_onnx if to == "onnx" else _run_pt2)(data)
+    run = _run_onnx(data) if to == "onnx" else torch.export.load(io.BytesIO(data)).module()
     expected = Calibrated(model).eval()
     for some in (images, images[:1]):
         probs, sets, sure = run(some)
@@ -124,10 +122,6 @@ def _program(model: Model, images: Tensor) -> Any:
     names = ("pictures", "", "height", "width")
     shapes = {"images": {k: torch.export.Dim(name) for k, name in enumerate(names) if name}}
     return torch.export.export(Calibrated(model).eval(), (images,), dynamic_shapes=shapes)
-
-
-def _run_pt2(data: bytes) -> Any:
-    return torch.export.load(io.BytesIO(data)).module()
 
 
 def _onnx(model: Model, images: Tensor) -> bytes:

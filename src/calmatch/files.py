@@ -83,7 +83,8 @@ def draft(path: Path) -> Iterator[Path]:
         _sync(other)
         other.replace(path)
     finally:
-        other.unlink(missing_ok=True)
+        with suppress(PermissionError):  # still mapped, on Windows: swept later
+            other.unlink(missing_ok=True)
     _sync(path.parent)
 
 

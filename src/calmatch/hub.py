@@ -14,14 +14,16 @@ import yaml
 from calmatch import __version__, files, spec
 from calmatch.console import message, say_why
 from calmatch.data.images import cache_folder
+from calmatch.metrics import FEW
 from calmatch.model import Model, load_model, read_model_json
 from calmatch.report.charts import reliability_figure, save_figure
-from calmatch.runs import Run, load_run
+from calmatch.runs import Run, load_run, probabilities
 
 ADDRESS = re.compile(r"hf:/{0,2}([\w.-]+/[\w.-]+?)(?:@([\w./-]+))?")
 MODEL_FILES = ("model.json", "model.safetensors")
 PREFIX = "net/body.model."  # of a timm network's tensors in our files
 SHOWN = {"error": "error", "ece": "ECE (15 bins)", "smooth_ece": "smooth ECE", "nll": "log-loss"}
+TASK = "image-classification"
 CARD = Path(__file__).with_name("hub.md")
 EXTRA = "The Hub needs an extra: pip install 'calmatch[hub]'."
 LOGIN = "; is the name right, and `hf auth login` done?"
@@ -35,8 +37,7 @@ def push(folder: Path, name: str, *, private: bool = False) -> str:
         with say_why(f"The Hub does not take {name}", LOGIN):
             api = hub.HfApi(library_name="calmatch", library_version=__version__)
             api.create_repo(name, private=private, exist_ok=True)
-            paths = sorted(Path(place).iterdir())
-            pieces = [hub.CommitOperationAdd(path.name, path) for path in paths]
+            pieces = [hub.CommitOperationAdd(p.name, p) for p in sorted(Path(place).iterdir())]
             done = api.create_commit(name, pieces, commit_message=f"{run.title} by calmatch")
     return f"hf://{name}@{done.oid}"
 
@@ -69,11 +70,10 @@ def write_repository(run: Run, place: Path, name: str) -> None:
     note["provenance"].pop("command", None)
     files.write_json(place / "model.json", note)
     weights = safetensors.torch.load_file(files.regular(run.folder / "model.safetensors"))
-    body: Any = model.network.net.body
     in_timm = all(key.startswith(PREFIX) for key in weights)
     if in_timm:
         weights = {key.removeprefix(PREFIX): value for key, value in weights.items()}
-        _write_timm_config(body, model, place / "config.json")
+        _write_timm_config(model.network.net.body, model, place / "config.json")
     else:
         facts = {"library_name": "calmatch", "net": note["net"], "label_names": note["classes"]}
         files.write_json(place / "config.json", facts)
@@ -84,19 +84,20 @@ def write_repository(run: Run, place: Path, name: str) -> None:
 
 def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     """The model card: what it learned from, how good it is, its limits, how to use it."""
-    rows = {SHOWN[key]: run.result.metrics[key] for key in SHOWN if key in run.result.metrics}
+    log_probs, labels = run.predictions()
+    few = len(labels) < FEW  # to measure calibration, as `fit` says too
+    keys = [key for key in SHOWN if key in run.result.metrics and not (few and "ece" in key)]
+    rows = {SHOWN[key]: run.result.metrics[key] for key in keys}
     values = [{"type": key, "value": round(item.value, 6)} for key, item in rows.items()]
-    front: dict[str, Any] = {
-        "library_name": "timm" if in_timm else "calmatch",
-        "pipeline_tag": "image-classification",
-        "tags": ["calmatch", "image-classification", "semi-supervised-learning", "calibration"],
-    }
-    result = {"task": {"type": "image-classification"}, "metrics": values}
+    front: dict[str, Any] = {"library_name": "timm" if in_timm else "calmatch"}
+    tags = ["calmatch", TASK, "semi-supervised-learning", "calibration"]
+    front |= {"pipeline_tag": TASK, "tags": tags}
+    result = {"task": {"type": TASK}, "metrics": values}
     result["dataset"] = {"name": run.data, "type": "own-pictures"}
     front["model-index"] = [{"name": name, "results": [result]}]
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     words = {"run": run, "model": model, "name": name, "in_timm": in_timm, "rows": rows}
-    words |= {"evaluated": len(run.predictions()[1])}
+    words |= {"few": few, "probs": probabilities(log_probs), "labels": labels}
     card = template.from_string(files.read_text(CARD)).render(words, version=__version__)
     return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"
 
@@ -120,8 +121,8 @@ def _take_timm_names(path: Path) -> None:
     """A network that timm can load too has timm's names on the Hub, and ours here."""
     with contextlib.suppress(safetensors.SafetensorError):  # loading it will say what is wrong
         with safetensors.safe_open(files.regular(path), "pt") as file:
-            if not file.keys() or any("/" in key for key in file.keys()):  # noqa: SIM118
+            names = list(file.keys())
+            if not names or any("/" in name for name in names):
                 return
-        tensors = safetensors.torch.load_file(files.regular(path))
-        ours = {PREFIX + key: value for key, value in tensors.items()}
-        files.write(path, safetensors.torch.save(ours))
+            content = safetensors.torch.save({PREFIX + k: file.get_tensor(k) for k in names})
+        files.write(path, content)  # and nothing maps it now, or Windows would refuse

@@ -17,6 +17,7 @@ from calmatch import files, ops, spec
 from calmatch.core import Metric
 
 SUM_TOLERANCE = 1e-3  # how far a row may be from summing to 1 (half precision rounds that much)
+FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
 ENTRIES = 1 << 24  # handled at once, so that memory stays bounded
 
 

@@ -61,8 +61,7 @@ class Model:
     def _repr_html_(self) -> str:
         from calmatch.metrics import as_html, read_predictions_for_html
 
-        sets, point = self.conformal, self.selective
-        sure = point.threshold if point else None
+        sets, sure = self.conformal, self.selective.threshold if self.selective else None
         promise = f"{sets.coverage:.0%}" if sets and sets.threshold is not None else "no promise"
         rows = {
             "classes": f"{len(self.classes)}: {', '.join(self.classes[:12])}",
@@ -163,17 +162,19 @@ class Model:
 
     def answer(self, probs: Tensor) -> list[Answer]:
         """What to say, from calibrated probabilities [N, C]; nothing is sure without a promise."""
-        best, label = (values.tolist() for values in probs.max(1))
-        point = self.selective.threshold if self.selective else None
+        best, label = probs.max(1)
         sets: list[tuple[str, ...]] = [()] * len(probs)
         if self.conformal is not None:
             order = probs.sort(dim=1, descending=True, stable=True).indices
             pairs = zip(order, self.conformal.sets(probs).gather(1, order), strict=True)
             sets = [tuple(self.classes[k] for k in ids[mask].tolist()) for ids, mask in pairs]
-        return [
-            Answer(self.classes[k], confidence, names, point is not None and confidence >= point)
-            for k, confidence, names in zip(label, best, sets, strict=True)
-        ]
+        columns = label.tolist(), best.tolist(), sets, self.sure(best).tolist()
+        return [Answer(self.classes[k], *rest) for k, *rest in zip(*columns, strict=True)]
+
+    def sure(self, confidence: Tensor) -> Tensor:
+        """From the threshold on; 1e-5 less, so that rounding in another runtime decides nothing."""
+        point = self.selective.threshold if self.selective else None
+        return confidence >= (torch.inf if point is None else point - 1e-5)
 
 
 def load_model(

@@ -1,11 +1,12 @@
 import json
+import os
 import re
 
 import numpy as np
 import pytest
 import torch
 
-from calmatch.data.batches import Order, long_tail, place_images, split
+from calmatch.data.batches import Order, Resident, Stream, long_tail, place_images, split
 from calmatch.data.dataset import build
 from calmatch.data.images import CachedImages, cached_array
 from calmatch.training.setup import build_parts
@@ -153,3 +154,17 @@ def test_every_source_gives_the_same_pictures_whoever_asks(kind, tmp_path, monke
     assert torch.equal(
         torch.cat(list(source.some(torch.tensor([2, 0])).batches(5))), images[rows[[2, 0]]]
     )
+
+
+@pytest.mark.parametrize("system", ["macOS", "Windows"])
+def test_where_the_system_does_not_say_its_free_memory_four_gigabytes_are_assumed(
+    system, monkeypatch
+):
+    for name in ("sysconf", "sysconf_names"):
+        monkeypatch.delattr(os, name, raising=False)
+    if system == "macOS":  # it has other names
+        monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 29}, raising=False)
+    images = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(1, 3, 2000, 2000)  # 12 MB each
+    for number, kind in ((1, Resident), (400, Stream)):
+        rows = torch.zeros(number, dtype=torch.int64)
+        assert type(place_images(images, rows, torch.device("cpu"), "auto", 0.5, 0)) is kind

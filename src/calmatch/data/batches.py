@@ -259,8 +259,10 @@ def place_images(
     need = len(rows) * math.prod(images.shape[1:])
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-    else:
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()):
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = 4 << 30  # macOS and Windows do not say
     if kind != "resident" and (kind == "stream" or need > memory * free):
         return Stream(images, rows, device, workers)
     if isinstance(images, Tensor) and device.type == "cpu":

@@ -8,11 +8,11 @@ from calmatch import console
 from calmatch.data.folder import ImageFolder
 from calmatch.fit.crossval import Calibration, HeldOut
 from calmatch.fit.portfolio import Candidate
+from calmatch.metrics import FEW
 from calmatch.runs import Predicted, Run, label_command, probabilities
 
 STAGES = ("reading pictures", "planning", "learning", "evaluating", "calibrating and writing")
 SHOWN = 5
-FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
 
 
 def show_stage(number: int, quiet: bool) -> None:

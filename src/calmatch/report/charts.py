@@ -99,6 +99,7 @@ def draw_reliability_panel(axes: Axes, panel: dict[str, Any], title: str, size: 
     axes.set_xlabel("confidence", fontsize=size)
     axes.set_ylabel("accuracy", fontsize=size)
     numbers = [f"error {100 * panel['error']:.1f} %", f"ECE {100 * panel['ece']:.1f} %"]
+    numbers = numbers[: 1 if sum(row["n"] for row in filled) < metrics.FEW else 2]
     axes.set_title(f"{title}\n{(', ' if size > 6 else chr(10)).join(numbers)}", fontsize=size)
 
 
