@@ -196,9 +196,9 @@ class Recorder(portfolio.Teachers):
 
     students: list[tuple[Any, Any]]
 
-    def student(self, rows: Any, labels: Any, classes: int | None = None) -> Any:
-        weights = super().student(rows, labels, classes)
-        self.students.append((rows, weights))
+    def teach(self, cases: Any, classes: int | None = None) -> Any:
+        weights = super().teach(cases, classes)
+        self.students += [(rows, own) for (rows, _), own in zip(cases, weights, strict=True)]
         return weights
 
 

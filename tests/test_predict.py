@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -29,7 +30,6 @@ from calmatch.predict import (
     predict_locally,
     predict_on_ray,
     skipped_path,
-    split_names,
 )
 from conftest import ALONE, ON_WINDOWS, write_random_model
 
@@ -43,6 +43,12 @@ def draw(path: Path, seed: int, size: int = 12) -> None:
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def split_names(cell: str) -> tuple[str, ...]:
+    """The names of a set from its cell: the inverse of `join_names`."""
+    names = re.findall(r"(?:[^\\|]|\\.)+", cell, re.DOTALL)
+    return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """Augmentations of uint8 batches, and the views of test-time augmentation.
 
-All take and return uint8 [N, 3, H, W]; every image gets its own draw, no branch on data. Semantics
-are Pillow's: geometry is one gather with nearest neighbours and black outside, in 16-bit fixed
-point; colours round down. A round of RandAugment applies one operation to each image: rotations,
-shears and shifts are one gather with a matrix per image; what maps values to values is one lookup
-in a table per image and channel; colour and sharpness blend with a grey or a smoothed image.
+All take and return uint8 [N, 3, H, W]; every image gets its own draw. Semantics are Pillow's:
+geometry is one gather with nearest neighbours and black outside, in 16-bit fixed point; what maps
+values to values is one lookup in a table per image and channel; colours round down.
 """
 
 import functools
@@ -198,17 +196,19 @@ def magnitude(op: Tensor, draw: Tensor) -> Tensor:
 
 def apply_operations(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     """One round: operation op[i] (a place in RANDAUGMENT) with value[i] on image i."""
-    kinds: tuple[tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str], ...] = (
-        (_move, "rotate shear_x shear_y translate_x translate_y"),
-        (_map, "autocontrast brightness contrast equalize posterize solarize"),
-        (_blend_grey, "color sharpness"),
-    )
-    for act, names in kinds:
-        if images.device.type != "cpu" or torch.compiler.is_compiling():
+    acts: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "rotate shear_x shear_y translate_x translate_y": _move,
+        **dict.fromkeys(("brightness posterize solarize", "contrast", *BY_IMAGE), _map),
+        "color sharpness": _blend_grey,
+    }
+    if images.device.type != "cpu" or torch.compiler.is_compiling():
+        for act in dict.fromkeys(acts.values()):
             images = act(images, op, value)
-        else:  # it leaves other images as they are, so a CPU need not compute them
-            rows = _is(op, names).nonzero()[:, 0]
-            images = images.index_copy(0, rows, act(images[rows], op[rows], value[rows]))
+        return images
+    images = images.clone()
+    for names, act in acts.items():  # each leaves others as they are, so it need not see them
+        rows = _is(op, names).nonzero()[:, 0]
+        images.index_copy_(0, rows, act(images[rows], op[rows], value[rows]))
     return images
 
 
@@ -234,21 +234,27 @@ def _move(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
 def _map(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     """Look the values up in a table of the 256 new ones per image and channel."""
     levels = torch.arange(256, device=images.device)
-    n = len(images)
-    v = value.view(n, 1, 1)
-    bits = 8 - value.floor().clamp(0, 8).long().view(n, 1, 1)
+    n, v = len(images), value.view(-1, 1, 1)
+    bits = 8 - v.floor().clamp(0, 8).long()
     # brightness and contrast: blends with black or the mean grey, rounded down
-    base = torch.where(_is(op, "contrast"), _mean_grey(images), 0.0).view(n, 1, 1)
-    table = levels.expand(n, 1, 256)
-    for names, new in (
-        ("posterize", (levels >> bits) << bits),
-        ("solarize", torch.where(levels < v, levels, 255 - levels)),
-        ("brightness contrast", (base + (levels - base) * v).clamp(0, 255).long()),
-        ("autocontrast", _stretched(images)),
-        ("equalize", _equalised(images)),
-    ):
+    mean = _mean_grey(images) if _drawn(op, "contrast") else torch.zeros_like(value)
+    base = torch.where(_is(op, "contrast"), mean, 0.0).view(n, 1, 1)
+    tables = {
+        "posterize": (levels >> bits) << bits,
+        "solarize": torch.where(levels < v, levels, 255 - levels),
+        "brightness contrast": (base + (levels - base) * v).clamp(0, 255).long(),
+    }
+    tables |= {name: make(images) for name, make in BY_IMAGE.items() if _drawn(op, name)}
+    table = levels.expand(n, 3, 256)
+    for names, new in tables.items():
         table = torch.where(_is(op, names).view(n, 1, 1), new, table)
     return table.to(torch.uint8).gather(2, images.flatten(2).long()).view_as(images)
+
+
+def _drawn(op: Tensor, name: str) -> bool:
+    """Whether an operation may have been drawn; only a CPU can look without waiting."""
+    blind = op.device.type != "cpu" or torch.compiler.is_compiling()
+    return blind or bool(_is(op, name).any())
 
 
 def _stretched(images: Tensor) -> Tensor:
@@ -271,6 +277,9 @@ def _equalised(images: Tensor) -> Tensor:
     before = counts.cumsum(2) - counts
     table = (step // 2 + before) // step.clamp_min(1)
     return torch.where(step > 0, table.clamp(0, 255), torch.arange(256, device=images.device))
+
+
+BY_IMAGE = {"autocontrast": _stretched, "equalize": _equalised}  # tables that pixels decide
 
 
 def _blend_grey(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
@@ -298,7 +307,8 @@ OPS = {transform.__name__: transform for transform in (*BASIC, randaugment)}
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Float images with these channel means and deviations subtracted and divided out."""
     scale = 1 / (255 * std)
-    return images.to(mean.dtype) * scale[:, None, None] - (mean / std)[:, None, None]
+    scaled = images.to(mean.dtype) * scale[:, None, None]
+    return scaled.sub_((mean / std)[:, None, None])  # in place: it is new, whatever came
 
 
 class View(NamedTuple):

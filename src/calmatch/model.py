@@ -107,10 +107,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, images: Tensor, batch: int | None = None) -> Tensor:
-        """Uncalibrated logits [N, C] of uint8 images [N, 3, size, size], on the CPU.
-
-        `batch` images are computed together; unset: 32 on a CPU, 256 on a GPU. An array will do.
-        """
+        """Uncalibrated logits [N, C] of uint8 images [N, 3, size, size], `batch` at a time."""
         images = torch.as_tensor(images)
         if images.dtype != torch.uint8 or images.shape[1:] != (3, self.size, self.size):
             raise ValueError(

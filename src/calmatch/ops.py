@@ -1,7 +1,4 @@
-"""Small tensor functions shared by methods, losses and metrics; ranks and devices.
-
-Every function on ranks is the identity on one device.
-"""
+"""Small tensor functions of methods, losses and metrics; ranks (one is no change); devices."""
 
 import ctypes
 import os

@@ -217,10 +217,7 @@ def open_table(
     format: str | None = None,
     origin: tuple[Path, str] = (Path(), ""),
 ) -> Iterator["AnswerTable"]:
-    """A table that appears under its name when the block ends well.
-
-    Another program's `format` also says where the images lie, and the model's version.
-    """
+    """A table that appears under its name when the block ends well; of `origin`, some formats."""
     kinds: dict[str, Callable[[Path], AbstractContextManager[WriteRow]]]
     more = tuple(f"p({valid_text(name)})" for name in classes)
     kinds = {".csv": partial(_open_csv, more), ".parquet": partial(_open_parquet, more)}
@@ -409,12 +406,6 @@ def join_names(names: Sequence[str]) -> str:
     cat|a\\|b
     """
     return "|".join(re.sub(r"([\\|])", r"\\\1", name) for name in names)
-
-
-def split_names(cell: str) -> tuple[str, ...]:
-    """The names of a set from its cell: the inverse of `join_names`."""
-    names = re.findall(r"(?:[^\\|]|\\.)+", cell, re.DOTALL)
-    return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
 
 
 def predict_on_ray(

@@ -93,6 +93,69 @@ def test_logistic_regression_is_scikit_learns():
     assert np.abs(ours - theirs.predict_proba(x)).max() < 2e-3
 
 
+def test_students_side_by_side_are_those_one_by_one():
+    """Within 1e-3 in probability: what L-BFGS leaves undone."""
+    features, labels, _ = clusters(spread=1.9)
+    rows = np.flatnonzero(labels >= 0)
+    teachers = Teachers(Embedding.fit(features).spaces(features), 5)
+    cases = [(rows[side], labels[rows][side]) for side in portfolio._halves_of(labels[rows], 0)]
+    cases += [(rows[rest], labels[rows][rest]) for _, rest in portfolio.folds_of(labels[rows], 0)]
+    alone = [one_student(teachers, *case) for case in cases]
+    assert max(np.abs(alone[0] - other).max() for other in alone[1:]) > 0.05  # they do differ
+    for own, wanted in zip(teachers.teach(cases), alone, strict=True):
+        probs = portfolio.softmax(teachers.inputs @ own[:-1] + own[-1])
+        assert np.abs(probs - wanted).max() < 1e-3
+
+
+def one_student(teachers, rows, labels):
+    """What a student says, taught as the module's docstring has it, in double precision."""
+    n, y = len(teachers.inputs), np.eye(5)[labels]
+    rest = np.setdiff1d(np.arange(n), rows)
+    taught = np.zeros((n, 5))
+    for space in map(np.float64, teachers.spaces):
+        sharp = portfolio.SHARPNESS * np.sqrt(space.shape[1])
+        prototypes = unit(y.T @ space[rows])
+        for _ in range(portfolio.ROUNDS):
+            weights = portfolio.softmax(sharp * space[rest] @ prototypes.T)
+            sums = portfolio.LABEL_WEIGHT * y.T @ space[rows] + weights.T @ space[rest]
+            prototypes = unit(0.7 * prototypes + 0.3 * unit(sums))
+        taught += portfolio.softmax(sharp * space @ prototypes.T) / len(teachers.spaces) / 2
+    start = np.zeros((n, 5))
+    start[rows] = y / y.sum(0)
+    mass = start
+    for _ in range(portfolio.DIFFUSION_ROUNDS):
+        mass = start + portfolio.DIFFUSION * (teachers.graph @ mass)
+    taught += np.maximum(mass, 1e-9) / np.maximum(mass, 1e-9).sum(1, keepdims=True) / 2
+    taught[rows] = y
+    layer = LogisticRegression(C=1 / (portfolio.DECAY * n), tol=1e-10, max_iter=10_000)
+    inputs, targets = np.repeat(teachers.inputs, 5, 0), np.tile(np.arange(5), n)
+    layer.fit(inputs, targets, sample_weight=taught.ravel())
+    return layer.predict_proba(teachers.inputs)
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("c", [1e-3, 0.1, 1.0])
+def test_regressions_side_by_side_count_their_own_rows(c):
+    """Folds of logistic regression, within 2e-3 of scikit-learn's on the rows that each counts."""
+    features, labels, _ = clusters()
+    x = features.last[0]
+    rows = np.flatnonzero(labels >= 0)
+    targets = np.eye(5, dtype=np.float32)[labels[rows]]
+    counted = np.stack([rest for _, rest in portfolio.folds_of(labels[rows], 0)])
+    several = np.broadcast_to(targets, (len(counted), *targets.shape))
+    decays = 1 / (c * counted.sum(1))
+    together = portfolio.fit_linear(x[rows], several, decays, counted=counted)
+    for own, seen in zip(together, counted, strict=True):
+        theirs = LogisticRegression(C=c, max_iter=5000, tol=1e-9).fit(
+            x[rows[seen]], labels[rows[seen]]
+        )
+        probs = portfolio.softmax(x @ own[:-1] + own[-1])
+        assert np.abs(probs - theirs.predict_proba(x)).max() < 2e-3
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_candidate_wins_by_noise(seed):
     random = np.random.default_rng(seed)

@@ -42,10 +42,7 @@ class HeldOut(NamedTuple):
 
 
 def cross_validate(frozen: FrozenRun, *, quiet: bool = True) -> HeldOut:
-    """Refit the head without each fold of labels and predict that fold.
-
-    A fold's images serve neither as labelled nor as unlabelled ones while it is held out.
-    """
+    """Refit the head without each fold, not even as unlabelled images, and predict that fold."""
     split, config = frozen.split, frozen.config
     own = frozen.labels[torch.tensor(split.labelled)].tolist()
     log_probs: list[Tensor] = []

@@ -62,10 +62,7 @@ def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Featu
 def compute_blocks(
     extractor: Extractor, images: Images, quiet: bool, ray: Any = None
 ) -> FeatureBlocks:
-    """Features of all images, from the cache where they are there, else from here or from Ray.
-
-    Files that cannot be decoded have none: the numbers of a block are NaN there.
-    """
+    """Features of all images: cached, from here, or from Ray; NaN of files that do not decode."""
     blank = torch.zeros(1, *images.shape[1:], dtype=torch.uint8)
     views, width = extractor(blank).shape[1:]
     last, every = nets.feature_size(extractor.body, extractor.size), torch.arange(len(images))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import sparse, special
+from scipy import linalg, sparse, special
 from scipy.optimize import minimize
 from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ ROUNDS, STEP, LABEL_WEIGHT = 30, 0.3, 3.0  # of soft k-means
 NEIGHBOURS, DIFFUSION, DIFFUSION_ROUNDS = 10, 0.9, 60  # of label propagation
 STAGES = 0.5  # length of the earlier stages' features relative to the last layer's
 DECAY = 3e-2  # weight decay of the student
+CACHED = 1 << 20  # probabilities that students who learn side by side have at once
 MOST = 6000  # unlabelled images the teachers see: a graph of all would be quadratic
 softmax: Callable[[Any], Array] = functools.partial(special.softmax, axis=1)  # of each row
 BLAS = ThreadpoolController()  # on small matrices two of its threads take twice as long as one
@@ -73,8 +74,11 @@ class Embedding:
         centred, n = joined - self.mean, len(joined)
         most = max(1, min(max(components), n - 1, joined.shape[1]))
         wide = n <= joined.shape[1]
-        values, vectors = np.linalg.eigh(centred @ centred.T if wide else centred.T @ centred)
-        values, vectors = np.maximum(values[::-1][:most], 1e-12), vectors[:, ::-1][:, :most]
+        square = centred @ centred.T if wide else centred.T @ centred
+        with BLAS.limit(limits=1, user_api="blas"):  # a tenth of the time of all by two threads
+            ends = (len(square) - most, len(square) - 1)
+            values, vectors = linalg.eigh(square, subset_by_index=ends, check_finite=False)
+        values, vectors = np.maximum(values[::-1], 1e-12), vectors[:, ::-1]
         self.axes = centred.T @ vectors / np.sqrt(values) if wide else vectors
         self.axes, self.variance = self.axes.astype(np.float32), (values / n).astype(np.float32)
         self.components = tuple(sorted({min(d, most) for d in components}))
@@ -122,38 +126,50 @@ class Teachers:
 
     def student(self, rows: Rows, labels: Rows, classes: int | None = None) -> Array:
         """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
-        targets = np.eye(classes or self.classes, dtype=np.float32)[labels]
-        rest = np.setdiff1d(np.arange(len(self.inputs)), rows)
-        with BLAS.limit(limits=1, user_api="blas"):
-            clusters = [_soft_kmeans(space, targets, rows, rest) for space in self.spaces]
-            taught = (np.mean(clusters, 0) + self._propagate(targets, rows)) / 2
-            taught[rows] = targets
-            return fit_linear(self.inputs, taught, DECAY)
+        return self.teach([(rows, labels)], classes)[0]
 
-    def _propagate(self, targets: Array, rows: Rows) -> Array:
+    def teach(self, cases: Sequence[tuple[Rows, Rows]], classes: int | None = None) -> list[Array]:
+        """Students of several sets of labelled rows, side by side; each as if alone."""
+        shape, students = (classes or self.classes, len(self.inputs)), list[Array]()
+        together = max(1, CACHED // (shape[0] * shape[1]))
+        for some in (cases[k : k + together] for k in range(0, len(cases), together)):
+            known = np.zeros((len(some), *shape), np.float32)
+            for own, (rows, labels) in zip(known, some, strict=True):
+                own[labels, rows] = 1
+            with BLAS.limit(limits=1, user_api="blas"):
+                clusters = [_soft_kmeans(space, known) for space in self.spaces]
+                taught = (np.mean(clusters, 0) + self._propagate(known)) / 2
+                taught = np.where(known.any(1, keepdims=True), known, taught)
+                students += [*fit_linear(self.inputs, taught.swapaxes(1, 2), DECAY)]
+        return students
+
+    def _propagate(self, known: Array) -> Array:
         """(I - alpha S)^-1 Y: each class starts with the same mass; rows are normalised."""
-        start = np.zeros((self.graph.shape[0], targets.shape[1]), np.float32)
-        start[rows] = targets / np.maximum(targets.sum(0), 1)
-        mass = start
+        start = known / np.maximum(known.sum(2, keepdims=True), 1)
+        mass = start = np.ascontiguousarray(start.reshape(-1, known.shape[2]).T)
         for _ in range(DIFFUSION_ROUNDS):
             mass = start + DIFFUSION * (self.graph @ mass)
-        mass = np.maximum(mass, 1e-9)
+        mass = np.maximum(mass.T.reshape(known.shape), 1e-9)
         return np.asarray(mass / mass.sum(1, keepdims=True), np.float32)
 
 
-def _soft_kmeans(space: Array, targets: Array, rows: Rows, rest: Rows) -> Array:
-    """Probabilities by prototypes: class means, then rounds of soft assignment of the others."""
+def _soft_kmeans(space: Array, known: Array) -> Array:
+    """Probabilities [S, C, n] by prototypes: means of `known` ones, then rounds with the others."""
     sharp = np.float32(SHARPNESS * np.sqrt(space.shape[1]))
-    sums, counts = LABEL_WEIGHT * targets.T @ space[rows], LABEL_WEIGHT * targets.sum(0)
-    prototypes, free = _unit(sums / np.maximum(counts, 1)[:, None]), space[rest]
-    across = np.ascontiguousarray(free.T)  # a row a class: three times as fast as a column
-    for _ in range(ROUNDS if len(free) else 0):
-        weights = sharp * prototypes @ across
-        weights = np.exp(weights - weights.max(0))
-        weights /= weights.sum(0)
-        means = (sums + weights @ free) / np.maximum(counts + weights.sum(1), 1e-9)[:, None]
-        prototypes = _unit((1 - STEP) * prototypes + STEP * _unit(means))
-    return softmax(sharp * space @ prototypes.T)
+    across, free = np.ascontiguousarray(space.T), 1 - known.sum(1, keepdims=True)
+    sums = LABEL_WEIGHT * _times(known, space)
+    prototypes = _unit(sums)
+    for _ in range(ROUNDS):
+        weights = softmax(sharp * _times(prototypes, across)) * free
+        means = _unit(sums + _times(weights, space))
+        prototypes = _unit((1 - STEP) * prototypes + STEP * means)
+    return softmax(sharp * _times(prototypes, across))
+
+
+def _times(stack: Any, matrix: Array) -> Array:
+    """[S, C, n] times [n, m] as one product, which numpy would make S small ones."""
+    rows = stack.reshape(-1, len(matrix)).astype(np.float32, copy=False)
+    return np.asarray((rows @ matrix).reshape(*stack.shape[:-1], -1))
 
 
 def _neighbour_graph(spaces: Sequence[Array], block: int = 1024) -> Any:
@@ -174,25 +190,33 @@ def _neighbour_graph(spaces: Sequence[Array], block: int = 1024) -> Any:
     return (root @ weight @ root).tocsr().astype(np.float32)
 
 
-def fit_linear(inputs: Array, targets: Array, decay: float, rounds: int = 60) -> Array:
-    """Multinomial regression on soft targets [n, C]: weights [d + 1, C], the bias last."""
-    n, d = inputs.shape
-    classes = targets.shape[1]
-    rows = np.concatenate([inputs, np.ones((n, 1), np.float32)], 1).astype(np.float32)
+def fit_linear(
+    inputs: Array, targets: Array, decay: Any, rounds: int = 60, counted: Any = 1.0
+) -> Array:
+    """Multinomial regression on soft targets [n, C]: weights [d + 1, C], the bias last.
+
+    Of targets [S, n, C] S regressions side by side, which count rows as often as `counted` [S, n]
+    says: L-BFGS of their sum, whose minimum is that of each; decays of one size end soonest.
+    """
+    goal = targets.reshape(-1, *targets.shape[-2:]).swapaxes(1, 2)
+    rows = np.pad(np.asarray(inputs, np.float32), ((0, 0), (0, 1)), constant_values=1)
+    across, shape = np.ascontiguousarray(rows.T), (*goal.shape[:2], rows.shape[1])
+    share = np.broadcast_to(np.float32(counted), (len(goal), len(rows)))[:, None]
+    share = share / share.sum(2, keepdims=True)
+    decays = np.reshape(decay, (-1, 1, 1)) * np.append(np.ones(shape[2] - 1), 0)
 
     def loss(flat: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        weights = flat.reshape(d + 1, classes).astype(np.float32)
-        logits = rows @ weights
-        top = logits.max(1, keepdims=True)
-        total = top + np.log(np.exp(logits - top).sum(1, keepdims=True))
-        slope = rows.T @ (np.exp(logits - total) - targets) / n
-        slope[:-1] += decay * weights[:-1]
-        value = (targets * (total - logits)).sum() / n + decay / 2 * (weights[:-1] ** 2).sum()
-        return float(value), slope.ravel().astype(np.float64)
+        weights = flat.reshape(shape)
+        log_probs = special.log_softmax(_times(weights, across), axis=1)
+        slope = _times(share * (np.exp(log_probs) - goal), rows) + decays * weights
+        value = (decays * weights**2).sum() / 2 - (share * goal * log_probs).sum()
+        return float(value), slope.ravel()
 
-    start = np.zeros((d + 1) * classes)
-    best = minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": rounds})
-    return np.asarray(best.x.reshape(d + 1, classes), np.float32)
+    start, most = np.zeros(np.prod(shape)), {"maxiter": rounds}
+    with BLAS.limit(limits=1, user_api="blas"):
+        best = minimize(loss, start, jac=True, method="L-BFGS-B", options=most)
+    weights = best.x.reshape(shape).swapaxes(1, 2).astype(np.float32)
+    return np.asarray(weights if targets.ndim > 2 else weights[0])
 
 
 FOLDS, REPEATS, HALVINGS = 4, 2, 8
@@ -239,22 +263,24 @@ def fit_transductive(
     free = np.setdiff1d(np.arange(len(inputs)), rows)
     chosen = [rest for repeat in range(REPEATS) for _, rest in folds_of(labels, repeat)]
     chosen += [side for repeat in range(HALVINGS) for side in _halves_of(labels, repeat)]
+    everything = np.ones(n, bool)
+    cases = [(rows[seen], labels[seen]) for seen in (*chosen, everything)]
+    *students, whole = teachers.teach(cases)
+    bar.advance(len(cases))
     total = np.zeros((len(inputs), teachers.classes), np.float32)
     held, number, guesses = np.zeros((n, teachers.classes), np.float32), np.zeros(n, int), []
-    for seen in chosen:
-        own = teachers.student(rows[seen], labels[seen])
+    for seen, own in zip(chosen, students, strict=True):
         probs = softmax(inputs @ own[:-1] + own[-1])
         total += probs / len(chosen)
         held[~seen] += probs[rows[~seen]]
         number += ~seen
         guesses.append(probs[free].argmax(1))
-        bar.advance(1)
     weights = fit_linear(inputs, total, BAG_DECAY)
     agreement = echo = pool = None
     if len(free):
         halves = guesses[-2 * HALVINGS :]
         agreement = float(np.mean(np.array(halves[::2]) == np.array(halves[1::2])))
-        echo = echo_agreement(teachers, teachers.student(rows, labels), rows, labels, bar)
+        echo = echo_agreement(teachers, whole, rows, labels, bar)
         pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
     bar.advance(1)
     place = np.flatnonzero(number)
@@ -285,18 +311,18 @@ def echo_agreement(
     """
     random, logits = np.random.default_rng(0), teachers.inputs @ weights[:-1] + weights[-1]
     free, share = np.ones(len(logits), bool), softmax(logits / ECHO_TEMPERATURE).cumsum(1)
-    free[rows], agreements = False, []
+    free[rows], cases = False, []
     for _ in range(echoes):
         drawn = (share < random.random((len(share), 1))).sum(1).clip(max=share.shape[1] - 1)
         orders = [random.permutation(np.flatnonzero(drawn == c)) for c in range(share.shape[1])]
         counts = np.bincount(y, minlength=share.shape[1])
         some = np.concatenate([order[:k] for order, k in zip(orders, counts, strict=True)])
-        own = teachers.student(some, drawn[some], share.shape[1])
-        guesses = (teachers.inputs @ own[:-1] + own[-1]).argmax(1)
-        agreements.append((guesses == logits.argmax(1))[free if free.any() else ~free].mean())
-        if bar is not None:
-            bar.advance(1)
-    return float(np.mean(agreements))
+        cases.append((some, drawn[some]))
+    others = teachers.teach(cases, share.shape[1])
+    guesses = np.stack([(teachers.inputs @ own[:-1] + own[-1]).argmax(1) for own in others])
+    if bar is not None:
+        bar.advance(echoes)
+    return float((guesses == logits.argmax(1))[:, free if free.any() else ~free].mean())
 
 
 def evaluated(
@@ -342,15 +368,15 @@ def fit_logistic(seen: Features, rows: Rows, labels: Rows, classes: int, bar: An
     basis = np.linalg.qr(inputs[rows].T)[0]  # where the weights lie, whatever their decay
     inputs = inputs @ basis
     targets = np.eye(classes, dtype=np.float32)[labels]
-    probs: dict[float, list[Array]] = {float(c): [] for c in STRENGTHS}
-    places = []
-    for out, rest in folds_of(labels, 0):
-        if len(out):
-            places.append(out)
-            for c in probs:
-                own = fit_linear(inputs[rows[rest]], targets[rest], 1 / (c * rest.sum()))
-                probs[c].append(softmax(inputs[rows[out]] @ own[:-1] + own[-1]))
-        bar.advance(1)
+    folds = [fold for fold in folds_of(labels, 0) if len(fold[0])]
+    places, counted = [out for out, _ in folds], np.stack([rest for _, rest in folds])
+    several = np.broadcast_to(targets, (len(folds), *targets.shape))
+    probs: dict[float, list[Array]] = {}
+    for c in map(float, STRENGTHS):
+        decays = 1 / (c * counted.sum(1))
+        heads = zip(places, fit_linear(inputs[rows], several, decays, counted=counted), strict=True)
+        probs[c] = [softmax(inputs[rows[out]] @ own[:-1] + own[-1]) for out, own in heads]
+    bar.advance(FOLDS)
     truth = labels[np.concatenate(places)]
 
     def loss(c: float) -> float:
@@ -495,9 +521,8 @@ def time_image(extractor: Extractor, images: int = 16) -> float:
 
 def time_student(images: int, classes: int, rounds: int = 4) -> float:
     """Seconds of one student: rounds of its regression are timed, its teachers cost as much."""
-    inputs = np.ones((images, COMPONENTS[-1]), np.float32)
+    inputs = np.random.default_rng(0).normal(1, 1, (images, COMPONENTS[-1])).astype(np.float32)
     targets = np.full((images, classes), 1 / classes, np.float32)
-    inputs += np.random.default_rng(0).normal(size=inputs.shape).astype(np.float32)
     targets[:, 0] += inputs[:, 0]
     with BLAS.limit(limits=1, user_api="blas"):
         seconds = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds))

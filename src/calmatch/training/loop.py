@@ -62,8 +62,10 @@ def train_first_steps(config: Config, folder: Path, steps: int, *, quiet: bool =
 
 
 def train_in_memory(config: Config, parts: Parts) -> None:
-    """Train parts in memory, without a folder."""
-    with torch.random.fork_rng():
+    """Train small parts in memory, without a folder."""
+    with torch.random.fork_rng(), ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # as fast as two, which beside other programs wait in turns
         run = make_training(config, parts)
         while run.step < config.steps:
             run.advance()
