@@ -126,8 +126,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             held = {one: crossval.cross_validate(frozen) for one, frozen in tried.items()}
             config = min(held, key=lambda one: crossval.log_loss(held[one]))
             known = self.held_out_ = held[config]
-            chosen = (known.log_probs, known.labels, known.folds)
-            self.calibration_ = crossval.cautious_temperature(*chosen)
+            self.calibration_ = posthoc.crossfit_temperature(known.log_probs, known.labels)
             probs = self.calibration_(known.log_probs).double().softmax(-1)
             self.evaluated_ = (probs, known.labels)
         self.kept_ = config.method

@@ -5,29 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calmatch import posthoc
 from calmatch.data.batches import folds
 from calmatch.fit.crossval import (
     HeldOut,
     calibrate,
-    cautious_temperature,
     cross_validate,
     freeze_vectors,
 )
 from calmatch.training.config import Config
-
-
-def test_fewer_folds_need_labels_that_insist_more_to_move_the_temperature():
-    """Models of two folds saw half of the labels: they are worse than the one they stand for."""
-    chance = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(20, 10, generator=chance)
-    labels = torch.where(torch.arange(20) < 13, logits.argmax(1), logits.argmin(1))
-    heats = [
-        cautious_temperature(logits, labels, number).values["temperature"]
-        for number in (2, 3, 4, 5, 0)
-    ]
-    best = posthoc.crossfit_temperature(logits, labels).values["temperature"]
-    assert 1 < heats[0] < heats[1] < heats[2] == heats[3] == heats[4] < best
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (1, 2, 9), (2, 2), (30, 3, 1)])

@@ -58,7 +58,7 @@ def test_echo_is_high_where_any_labels_would_do_and_low_where_they_decide():
     for spread in (0.3, 4.0):
         features, labels, _ = clusters(spread=spread)
         _, _, student = fitted(features, labels, 5)
-        echoes.append(student.echo)
+        echoes.append(student.signs["echo"])
     assert echoes[0] > 0.97
     assert 0.2 < echoes[1] < 0.8
 
@@ -167,7 +167,7 @@ def test_no_candidate_wins_by_noise(seed):
         log_probs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
         rows = np.arange(40)
         heat, error = posthoc.FewLabelTemperature(1.0, 0.1, 40), posthoc.Estimate(0, 0, 1)
-        return portfolio.Candidate(name, shifted, True, log_probs, truth, rows, heat, error)
+        return portfolio.Candidate(name, shifted, True, log_probs, truth, rows, heat, error, {})
 
     first, like, worse = candidate("a", 0.0), candidate("b", 0.05), candidate("c", 3.0)
     assert portfolio.choose([first, like, worse]) is first

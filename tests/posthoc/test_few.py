@@ -66,21 +66,6 @@ def test_with_many_labels_the_prior_does_not_matter(shares):
     assert error.low < 1 - accuracy < error.high
 
 
-def test_labels_that_are_repeated_count_once():
-    free, y, _ = drawn(40, 1.0)
-    once = posthoc.few_label_temperature(free, free, y, agreement=0.6, echo=0.6, prior=PRIOR)
-    twice = posthoc.few_label_temperature(
-        free,
-        torch.cat([free, free]),
-        torch.cat([y, y]),
-        agreement=0.6,
-        echo=0.6,
-        repeats=2,
-        prior=PRIOR,
-    )
-    assert twice == pytest.approx(once)
-
-
 def test_the_posterior_is_the_one_that_numerical_integration_gives():
     free, y, _ = drawn(30, 1.3)
     fitted = posthoc.few_label_temperature(free, free, y, prior=PRIOR)

@@ -148,7 +148,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
         )
     scores = {one.name: float(one.losses.mean()) for one in candidates}
     note = "Each evaluated label was predicted by fold models that had not seen it."
-    if best.agreement is not None:
+    if best.signs:
         note = f"{note[:-1]}; the error also rests on how often models of disjoint labels agree on "
         note += "unlabelled pictures."
     chances = portfolio.softmax(logits.numpy()[rows])
@@ -233,8 +233,8 @@ def _fit_method_head(
     free = np.setdiff1d(np.arange(len(x)), rows)
     pool = portfolio.softmax(plain[free] @ weights[:-1] + weights[-1]) if len(free) else None
     probs, place = held.log_probs.exp().float().numpy(), np.searchsorted(rows, held.rows)
-    facts: Any = (rows, y, pool, student.agreement, student.echo, student.parts)
-    return portfolio.evaluated(str(options.method), weights, False, [probs], [place], *facts)
+    facts = (probs, place, rows, y, pool, student.signs)
+    return portfolio.evaluated(str(options.method), weights, False, *facts)
 
 
 def _write_head(

@@ -86,32 +86,6 @@ def count_folds(labels: Sequence[int], seed: int) -> int:
     )
 
 
-def cautious_temperature(log_probs: Tensor, labels: Tensor, folds: int = 0) -> posthoc.Scaling:
-    """The temperature nearest to 1 that the labels do not speak against.
-
-    Forty labels know the best temperature only to about a fifth, and fold models that saw fewer
-    labels ask for too warm a one. So it moves from the best one towards 1 (no change) until the
-    labels are e times less likely, and no further; e² times where there were three folds and e³
-    times where there were two, whose models saw half of the labels (numbers: research/log.md).
-    """
-    best = posthoc.crossfit_temperature(log_probs, labels)
-    warm = float(best.values["temperature"])
-    z = log_probs.double()
-
-    def loss(share: float) -> float:
-        logp = (z / warm**share).log_softmax(-1)
-        return float(-logp.gather(1, labels[:, None]).sum())
-
-    low, high = 0.0, 1.0  # the share of the way from 1 to the best
-    worst = loss(1.0) + (max(1, 5 - folds) if folds else 1)
-    if loss(0.0) <= worst:
-        return posthoc.Scaling("temperature", {"temperature": 1.0}, len(labels))
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if loss(middle) <= worst else (middle, high)
-    return posthoc.Scaling("temperature", {"temperature": warm**high}, len(labels))
-
-
 class Calibration(NamedTuple):
     """A model's calibration, what it may promise, and its measured quality."""
 
@@ -150,12 +124,12 @@ def calibrate(
     if temperature is not None:
         scaling = posthoc.Scaling("temperature", {"temperature": temperature}, len(y))
     else:
-        scaling = cautious_temperature(z, y, held.folds)
+        scaling = posthoc.crossfit_temperature(z, y)
     log_probs = scaling(z).double()
     for fold in folds([0] * len(y), 0) if temperature is None else ():
         others = torch.ones(len(y), dtype=torch.bool)
         others[fold] = False
-        own = cautious_temperature(z[others], y[others], held.folds)
+        own = posthoc.crossfit_temperature(z[others], y[others])
         log_probs[fold] = own(z[fold]).double()
     probs = log_probs.exp()
     confidence, guess = probs.max(1)
@@ -190,7 +164,7 @@ def clopper_pearson(wrong: int, n: int, level: float = 0.95) -> tuple[float, flo
 
 def log_loss(held: HeldOut) -> float:
     """What decides between two models: the mean log-loss of calibrated predictions."""
-    scaled = cautious_temperature(held.log_probs, held.labels, held.folds)(held.log_probs)
+    scaled = posthoc.crossfit_temperature(held.log_probs, held.labels)(held.log_probs)
     return float(-scaled.double().gather(1, held.labels[:, None]).mean())
 
 

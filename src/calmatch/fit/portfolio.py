@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from calmatch.nets import fuse
 
 Array = NDArray[np.float32]
 Rows = NDArray[Any]  # places of images, or their labels
+Signs = Mapping[str, Any]
 COMPONENTS = (20, 40, 64, 100)  # principal components: one soft k-means each
 SHRINKAGE = 0.1  # share of the mean variance that is added before whitening
 SHARPNESS = 2.5  # times sqrt(d): the cosine of two random vectors deviates by 1 / sqrt(d)
@@ -237,9 +239,7 @@ class Candidate(NamedTuple):
     rows: NDArray[np.int64]  # [n] in the pool
     fitted: posthoc.FewLabelTemperature
     error: posthoc.Estimate  # with the ends of its 95 % interval
-    agreement: float | None = None  # of students of disjoint halves, on unlabelled images
-    echo: float | None = None  # as echo_agreement has it
-    parts: float | None = None  # as parts_agreement has it
+    signs: Signs  # that unlabelled images give of a student, for posthoc.few_label_temperature
     network: nn.Module | None = None  # whose layers all learned; None: the extractor's own
 
     @property
@@ -255,38 +255,29 @@ def fit_transductive(
 ) -> Candidate:
     """What students of some of the labels say on average (bagging), as one linear layer.
 
-    Students of folds' complements and of disjoint halves; each label is evaluated by those that
-    have not seen it, so what is evaluated differs from what is used by little. That average is
-    less certain where the draw of labels decides, at nearly the error of a student of all labels.
+    Each label is evaluated by those students that have not seen it. Their average is less certain
+    where the draw of labels decides, at nearly the error of a student of all labels.
     """
-    inputs, n = teachers.inputs, len(labels)
-    free = np.setdiff1d(np.arange(len(inputs)), rows)
+    inputs, free = teachers.inputs, np.setdiff1d(np.arange(len(teachers.inputs)), rows)
     chosen = [rest for repeat in range(REPEATS) for _, rest in folds_of(labels, repeat)]
     chosen += [side for repeat in range(HALVINGS) for side in _halves_of(labels, repeat)]
-    everything = np.ones(n, bool)
-    cases = [(rows[seen], labels[seen]) for seen in (*chosen, everything)]
+    cases = [(rows[seen], labels[seen]) for seen in (*chosen, np.ones(len(labels), bool))]
     *students, whole = teachers.teach(cases)
     bar.advance(len(cases))
-    total = np.zeros((len(inputs), teachers.classes), np.float32)
-    held, number, guesses = np.zeros((n, teachers.classes), np.float32), np.zeros(n, int), []
-    for seen, own in zip(chosen, students, strict=True):
-        probs = softmax(inputs @ own[:-1] + own[-1])
-        total += probs / len(chosen)
-        held[~seen] += probs[rows[~seen]]
-        number += ~seen
-        guesses.append(probs[free].argmax(1))
-    weights = fit_linear(inputs, total, BAG_DECAY)
-    agreement = echo = pool = None
+    probs = np.stack([softmax(inputs @ own[:-1] + own[-1]) for own in students])
+    weights = fit_linear(inputs, probs.mean(0), BAG_DECAY)
+    signs, pool = dict[str, Any](), None
     if len(free):
-        halves = guesses[-2 * HALVINGS :]
-        agreement = float(np.mean(np.array(halves[::2]) == np.array(halves[1::2])))
+        halves = probs[-2 * HALVINGS :].argmax(2)[:, free]
+        agreement = float((halves[::2] == halves[1::2]).mean())
         echo = echo_agreement(teachers, whole, rows, labels, bar)
+        signs = {"agreement": agreement, "echo": echo, "parts": parts}
         pool = softmax(inputs[free] @ weights[:-1] + weights[-1])
     bar.advance(1)
-    place = np.flatnonzero(number)
-    out: Any = held[place] / number[place, None]
-    known = rows, labels, pool, agreement, echo, parts
-    return evaluated("transductive", weights, True, [out], [place], *known)
+    unseen = ~np.stack(chosen)
+    place = np.flatnonzero(unseen.any(0))
+    held = np.einsum("sl,slc->lc", unseen, probs[:, rows])[place] / unseen.sum(0)[place, None]
+    return evaluated("transductive", weights, True, held, place, rows, labels, pool, signs)
 
 
 def parts_agreement(seen: Features, rows: Rows, labels: Rows, classes: int) -> float | None:
@@ -329,31 +320,23 @@ def evaluated(
     name: str,
     weights: Array,
     embedded: bool,
-    probs: list[Array],
-    places: list[Rows],
+    held: Array,
+    place: Rows,
     rows: Rows,
     labels: Rows,
     pool: Array | None,
-    agreement: float | None = None,
-    echo: float | None = None,
-    parts: float | None = None,
+    signs: Signs = types.MappingProxyType({}),
 ) -> Candidate:
     """Temperature and error by unlabelled images, agreement, and labels that were held out.
 
-    Where there are no unlabelled images (`pool` None), the held-out ones stand in for them: of its
-    own labels a model is surer than of anything.
+    `held` are probabilities of those at `place`. Where there are no unlabelled images (`pool`
+    None), they stand in for these: of its own labels a model is surer than of anything.
     """
-    held, place = np.concatenate(probs), np.concatenate(places)
-    once = np.unique(place)
-    free, out, y = log_clipped(held if pool is None else pool), log_clipped(held), labels[place]
+    free, known = log_clipped(held if pool is None else pool), (log_clipped(held), labels[place])
     each = len(labels) / held.shape[1]
-    repeats = len(place) // len(once)
-    signs: Any = {"agreement": agreement, "echo": echo, "parts": parts, "labels_a_class": each}
-    fitted = posthoc.few_label_temperature(free, out, y, **signs, repeats=repeats)
-    error = posthoc.few_label_error(fitted, free, out, y, repeats=repeats)
-    mean = np.stack([held[place == k].mean(0) for k in once])
-    known = log_clipped(mean), labels[once], rows[once]
-    return Candidate(name, weights, embedded, *known, fitted, error, agreement, echo, parts)
+    fitted = posthoc.few_label_temperature(free, *known, **signs, labels_a_class=each)
+    error = posthoc.few_label_error(fitted, free, *known)
+    return Candidate(name, weights, embedded, *known, rows[place], fitted, error, signs)
 
 
 def log_clipped(probs: Array) -> Array:
@@ -389,7 +372,8 @@ def fit_logistic(seen: Features, rows: Rows, labels: Rows, classes: int, bar: An
     pool = softmax(inputs[free] @ weights[:-1] + weights[-1]) if len(free) else None
     folded = np.concatenate([basis @ weights[:-1] / std[:, None], weights[-1:]])
     folded[-1] -= mean @ folded[:-1]
-    return evaluated("logistic regression", folded, False, probs[best], places, rows, labels, pool)
+    held, place = np.concatenate(probs[best]), np.concatenate(places)
+    return evaluated("logistic regression", folded, False, held, place, rows, labels, pool)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate:

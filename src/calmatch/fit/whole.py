@@ -183,10 +183,9 @@ class Refinement:
         logits = self.predict(network, self.images)
         free = np.setdiff1d(np.arange(len(self.images)), self.labelled)
         pool = portfolio.softmax(logits[free]) if len(free) else None
-        evaluated = portfolio.evaluated(
-            "whole network", weights, True, probs, places, self.labelled, self.labels, pool,
-            self.student.agreement, self.student.echo, self.student.parts,
-        )  # fmt: skip
+        held = (np.concatenate(probs), np.concatenate(places), self.labelled, self.labels)
+        facts = (weights, True, *held, pool, self.student.signs)
+        evaluated = portfolio.evaluated("whole network", *facts)
         return evaluated._replace(network=network)
 
     def _affordable_steps(self) -> int:

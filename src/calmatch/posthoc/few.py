@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy import special
 
 from calmatch import posthoc
 from calmatch.metrics import Interval
@@ -29,8 +30,7 @@ FEWEST = 10  # unlabelled images above a threshold, that it may be promised
 @functools.cache
 def read_prior() -> Mapping[str, Any]:
     """What was learned over datasets, and how."""
-    learned: Mapping[str, Any] = json.loads(Path(__file__).with_name("prior.json").read_text())
-    return learned
+    return dict(json.loads(Path(__file__).with_name("prior.json").read_text()))
 
 
 def expected_accuracy(
@@ -51,8 +51,7 @@ def expected_accuracy(
     f logit(parts), l = log(labels a class / 4), learned over datasets of 2 to 10 labels a class.
     """
     numbers = np.array(_learned(prior, parts)["accuracy"])
-    inputs = accuracy_inputs(agreement, echo, labels_a_class, parts)
-    return float(1 / (1 + np.exp(-numbers @ inputs)))
+    return float(special.expit(numbers @ accuracy_inputs(agreement, echo, labels_a_class, parts)))
 
 
 def accuracy_inputs(
@@ -77,8 +76,7 @@ def spread_at(labels_a_class: float) -> float:
 
 def logit(share: Any, least: float = 0.003) -> Any:
     """Of a share that counts as neither 0 nor 1."""
-    share = np.clip(share, least, 1 - least)
-    return np.log(share / (1 - share))
+    return special.logit(np.clip(share, least, 1 - least))
 
 
 class FewLabelTemperature(NamedTuple):
@@ -102,16 +100,14 @@ def few_label_temperature(
     echo: float | None = None,
     parts: float | None = None,
     labels_a_class: float = 4.0,
-    repeats: int = 1,
     prior: Mapping[str, Any] | None = None,
 ) -> FewLabelTemperature:
     """The posterior of the temperature: without labels the prior's, with many their likeliest.
 
     From log-probabilities [N, C] of unlabelled images (free), and [n, C] of labelled ones (held) by
-    models that have not seen their labels [n]; where each is in `held` several times (repeats),
-    together they count once. `agreement`, `echo`, `parts` are as in `expected_accuracy`; without
-    the first two nothing is known, and the prior is wide around 1. A study that leaves datasets out
-    has a `prior` of its own.
+    models that have not seen their labels [n]. `agreement`, `echo`, `parts` are as in
+    `expected_accuracy`; without the first two nothing is known, and the prior is wide around 1. A
+    study that leaves datasets out has a `prior` of its own.
     """
     z, learned = check_log_probs(torch.as_tensor(free)), _learned(prior, parts)
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
@@ -125,9 +121,9 @@ def few_label_temperature(
     fits = np.logaddexp(-0.5 * away**2, rare)
     if labels is not None:
         z, y = check_logits(held, labels)
-        n = max(1, round(len(y) / repeats))
+        n = len(y)
         for k, heat in enumerate(np.exp(logs)):
-            fits[k] += log_softmax(z / heat)[np.arange(len(y)), y].sum() / repeats
+            fits[k] += log_softmax(z / heat)[np.arange(len(y)), y].sum()
     weights = np.exp(fits - fits.max())
     weights /= weights.sum()
     mean = float(weights @ logs)
@@ -141,7 +137,6 @@ def few_label_error(
     held: Any = None,
     labels: Any = None,
     *,
-    repeats: int = 1,
     level: float = 0.95,
     prior: Mapping[str, Any] | None = None,
 ) -> Estimate:
@@ -159,7 +154,7 @@ def few_label_error(
     if labels is not None:
         z_held, y = check_logits(held, labels)
         top = np.exp(log_softmax(z_held / fitted.temperature).max(1))
-        noise = max(float((top * (1 - top)).mean()), 0.01) * repeats / len(y)
+        noise = max(float((top * (1 - top)).mean()), 0.01) / len(y)
         shift = float(((z_held.argmax(1) == y) - top).mean()) * floor**2 / (floor**2 + noise)
         value, above, below = value + shift, above + shift, below + shift
     error = 1 - float(np.clip(value, 1 / z.shape[1], 1))
