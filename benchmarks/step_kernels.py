@@ -1,3 +1,4 @@
+# ruff: noqa: N803 (constants of Triton kernels are in capitals)
 """What `step_ideas.py` tries in place of torch's own: kernels, each beside a reference.
 
 Attention over one class token and a whole number of patch tiles (257 = 1 + 256), read from the
@@ -8,7 +9,11 @@ as a query it is a row that one more program computes without the matrix units.
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -309,9 +314,26 @@ BACKWARDS = [
 ]  # fmt: skip
 
 
+CHOICE: Path | None = None  # a file with the tuned tiles, read at the first call after it is set
+
+
+def tiles(side: str) -> dict[str, int]:
+    """The tiles to use; a tuning process may still be writing them down."""
+    global CHOICE, FORWARD, BACKWARD
+    if CHOICE is not None:
+        until = time.monotonic() + 60
+        while not CHOICE.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        if CHOICE.exists():
+            best = json.loads(CHOICE.read_text())
+            FORWARD, BACKWARD = best["forward"], best["backward"]
+        CHOICE = None
+    return FORWARD if side == "forward" else BACKWARD
+
+
 def forward(qkv: Tensor, heads: int, how: dict[str, int] | None = None) -> tuple[Tensor, Tensor]:
     """Attention of qkv [B, 1 + patches, 3 * heads * D], and its row sums as log2."""
-    how = how or FORWARD
+    how = how or tiles("forward")
     images, tokens, wide = qkv.shape
     out = qkv.new_empty(images, tokens, wide // 3)
     lse = qkv.new_empty(images, heads, tokens, dtype=torch.float32)
@@ -326,7 +348,7 @@ def backward(
     how: dict[str, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient of qkv."""
-    how = how or BACKWARD
+    how = how or tiles("backward")
     images, tokens, wide = qkv.shape
     result = torch.empty_like(qkv)
     patches = tokens - 1
@@ -369,7 +391,8 @@ def check(
     theirs = qkv.clone().requires_grad_()
     plain = reference(theirs, heads)
     plain.backward(grad)
-    assert exact.grad is not None and theirs.grad is not None
+    assert exact.grad is not None
+    assert theirs.grad is not None
     far = {"torch forward": distance(plain.detach(), truth.detach())}
     far["torch backward"] = distance(theirs.grad, exact.grad)
     for how in forwards or [FORWARD]:
@@ -448,6 +471,225 @@ def attention_forward(
     return out
 
 
+# ---- products by cuBLASLt: its best algorithm by trial, the bias's gradient in the epilogue -----
+
+LT = False  # whether the joint pass uses them
+FORMS = ("forward", "inputs", "weights")  # X W' + b; G W; G' X with the sums of G
+BIAS, BGRADB = 4, 512
+BF16, F32, COMPUTE_F32 = 14, 0, 68
+SPACE = 64 << 20
+
+
+class _Heuristic(ctypes.Structure):
+    _fields_ = [
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+class Product:
+    """One shape of one form. Rows m, outputs n, inputs k, all row-major and contiguous.
+
+    cuBLAS counts columns first, so it sees every matrix transposed and the factors swapped.
+    """
+
+    library: Any = None
+    handle = ctypes.c_void_p()
+    space: Tensor
+
+    def __init__(self, form: str, m: int, n: int, k: int) -> None:
+        self.load()
+        self.desc, self.pref = ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cublasLtMatmulDescCreate", ctypes.byref(self.desc), COMPUTE_F32, F32)
+        # first factor, second factor, result as (rows, columns) where columns come first
+        shapes = {
+            "forward": ((k, n), (k, m), (n, m)),
+            "inputs": ((k, n), (n, m), (k, m)),
+            "weights": ((k, m), (n, m), (k, n)),
+        }[form]
+        turned = {"forward": (1, 0), "inputs": (0, 0), "weights": (0, 1)}[form]
+        self.epilogue = {"forward": BIAS, "inputs": 1, "weights": BGRADB}[form]
+        for name, value in ((3, turned[0]), (4, turned[1]), (7, self.epilogue)):
+            self.set(name, ctypes.c_int32(value))
+        self.layouts = [ctypes.c_void_p() for _ in shapes]
+        for layout, (rows, columns) in zip(self.layouts, shapes, strict=True):
+            size = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows))
+            self.call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), BF16, *size)
+        self.call("cublasLtMatmulPreferenceCreate", ctypes.byref(self.pref))
+        most = ctypes.c_size_t(SPACE)
+        how = (self.pref, 1, ctypes.byref(most), ctypes.c_size_t(8))
+        self.call("cublasLtMatmulPreferenceSetAttribute", *how)
+        if self.epilogue != 1:  # the heuristic reads its alignment
+            self.set(8, ctypes.c_void_p(self.space.data_ptr()))
+        found, count = (_Heuristic * 32)(), ctypes.c_int()
+        a, b, d = self.layouts
+        asked = (self.handle, self.desc, a, b, d, d, self.pref, 32, found, ctypes.byref(count))
+        self.call("cublasLtMatmulAlgoGetHeuristic", *asked)
+        self.found = [found[i] for i in range(count.value) if found[i].state == 0]
+        assert self.found, f"cuBLASLt knows no algorithm for {form} {m} {n} {k}"
+        self.choice = 0
+
+    @classmethod
+    def load(cls) -> None:
+        """The library that torch has loaded."""
+        if cls.library is not None:
+            return
+        one = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+        torch.addmm(one[0], one, one)
+        with Path("/proc/self/maps").open() as lines:
+            paths = {line.split()[-1] for line in lines if "libcublasLt.so" in line}
+        cls.library = ctypes.CDLL(sorted(paths)[0])
+        cls.call("cublasLtCreate", ctypes.byref(cls.handle))
+        cls.space = torch.empty(SPACE, dtype=torch.uint8, device="cuda")
+
+    @classmethod
+    def call(cls, name: str, *args: Any) -> None:
+        status = getattr(cls.library, name)(*args)
+        if status:
+            raise RuntimeError(f"{name} answered {status}")
+
+    def set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        what = (self.desc, attribute, ctypes.byref(value), size)
+        self.call("cublasLtMatmulDescSetAttribute", *what)
+
+    def __call__(self, first: Tensor, second: Tensor, result: Tensor, bias: Tensor | None) -> None:
+        if bias is not None:
+            self.set(8, ctypes.c_void_p(bias.data_ptr()))
+        one, none = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        a, b, d = self.layouts
+        into = ctypes.c_void_p(result.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.call(
+            "cublasLtMatmul", self.handle, self.desc, ctypes.byref(one),
+            ctypes.c_void_p(first.data_ptr()), a, ctypes.c_void_p(second.data_ptr()), b,
+            ctypes.byref(none), into, d, into, d, ctypes.byref(self.found[self.choice].algo),
+            ctypes.c_void_p(self.space.data_ptr()), ctypes.c_size_t(SPACE), stream,
+        )  # fmt: skip
+
+
+PRODUCTS: dict[tuple[str, int, int, int], Product] = {}
+
+
+def product(form: str, m: int, n: int, k: int) -> Product:
+    if (form, m, n, k) not in PRODUCTS:
+        PRODUCTS[form, m, n, k] = Product(form, m, n, k)
+    return PRODUCTS[form, m, n, k]
+
+
+@torch.library.custom_op(
+    "calm::lt_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor bias) -> Tensor"
+)
+def lt_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return torch.addmm(bias, x, weight.t())
+    y = x.new_empty(len(x), len(weight))
+    product("forward", len(x), *weight.shape)(weight, x.contiguous(), y, bias)
+    return y
+
+
+@lt_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op(
+    "calm::lt_linear_back",
+    mutates_args=(),
+    schema="(Tensor g, Tensor x, Tensor weight) -> (Tensor, Tensor, Tensor)",
+)
+def lt_linear_back(g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not g.is_cuda:
+        return g @ weight, g.t() @ x, g.sum(0)
+    g, x = g.contiguous(), x.contiguous()
+    dx, dw, db = torch.empty_like(x), torch.empty_like(weight), g.new_empty(len(weight))
+    product("inputs", len(g), *weight.shape)(weight, g, dx, None)
+    product("weights", len(g), *weight.shape)(x, g, dw, db)
+    return dx, dw, db
+
+
+@lt_linear_back.register_fake
+def _(g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dw = x.new_empty(x.shape), weight.new_empty(weight.shape)
+    return dx, dw, g.new_empty(weight.shape[0])
+
+
+def tune_products(rows: int, learning: int) -> list[list[Any]]:
+    """Choose each product's algorithm by trial: form, shape, us of torch, the first, the best.
+
+    Every algorithm that is chosen has been checked against a float32 product.
+    """
+    table = []
+    for n, k in ((1152, 384), (384, 384), (1536, 384), (384, 1536)):
+        for form, m in (("forward", rows), ("inputs", learning), ("weights", learning)):
+            x, g, w = (torch.randn(s, device="cuda").bfloat16() for s in ((m, k), (m, n), (n, k)))
+            b = torch.randn(n, device="cuda").bfloat16()
+            this = product(form, m, n, k)
+            args, theirs, exact, sums = {
+                "forward": (
+                    (w, x, g.new_empty(m, n), b),
+                    lambda b=b, x=x, w=w: torch.addmm(b, x, w.t()),
+                    torch.addmm(b.float(), x.float(), w.float().t()),
+                    None,
+                ),
+                "inputs": (
+                    (w, g, g.new_empty(m, k), None),
+                    lambda g=g, w=w: g @ w,
+                    g.float() @ w.float(),
+                    None,
+                ),
+                "weights": (
+                    (x, g, g.new_empty(n, k), g.new_empty(n)),
+                    lambda g=g, x=x: (g.t() @ x, g.sum(0)),
+                    g.float().t() @ x.float(),
+                    g.float().sum(0),
+                ),
+            }[form]
+            times = []
+            for place in range(len(this.found)):
+                this.choice = place
+                try:
+                    args[2].fill_(float("nan"))
+                    if sums is not None:
+                        args[3].fill_(float("nan"))
+                    this(*args)
+                    torch.cuda.synchronize()
+                    far = distance(args[2], exact)
+                    far = max(far, distance(args[3], sums) if sums is not None else 0.0)
+                    if far < 5e-3:  # bfloat16's rounding alone is 1.7e-3
+                        times.append((graph_us(lambda this=this, args=args: this(*args)), place))
+                except RuntimeError:
+                    continue
+            assert times, f"no algorithm is right for {form} {m} {n} {k}"
+            first = next((us for us, place in times if place == 0), float("nan"))
+            best, this.choice = min(times)
+            table.append([form, [m, n, k], graph_us(theirs), first, best, len(times)])
+    return table
+
+
+def graph_us(act: Any, calls: int = 20) -> float:
+    """Microseconds of a call in a captured graph, the median of five replays."""
+    act()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            act()
+    graph.replay()
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / calls)
+    return sorted(times)[2]
+
+
 # ---- views without gradient in the launches of the others --------------------------------------
 
 NAMES = (
@@ -463,7 +705,8 @@ class Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, learning: Tensor, other: Tensor, kept: Tensor, heads: int, eps: float, *weights: Tensor
+        ctx: Any, learning: Tensor, other: Tensor, kept: Tensor, heads: int, eps: float,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, n, saved = torch.cat([learning, other]), len(learning), []
         width = (x.shape[-1],)
@@ -471,16 +714,16 @@ class Joint(torch.autograd.Function):
             n1, c1, wq, bq, wp, bp, n2, c2, w1, b1, w2, b2 = weights[12 * i : 12 * i + 12]
             y, mean, rstd = torch.native_layer_norm(x, width, n1, c1, eps)
             y = y.to(wq.dtype)
-            qkv = torch.nn.functional.linear(y, wq, bq)
+            qkv = _linear(y, wq, bq)
             o, lse = attend(qkv, heads)
-            x1 = x + torch.nn.functional.linear(o, wp, bp) * kept[i, 0]
+            x1 = x + _linear(o, wp, bp) * kept[i, 0]
             y2, mean2, rstd2 = torch.native_layer_norm(x1, width, n2, c2, eps)
             y2 = y2.to(w1.dtype)
-            h = torch.nn.functional.linear(y2, w1, b1)
+            h = _linear(y2, w1, b1)
             a = torch.nn.functional.gelu(h)
             mine = (x, mean, rstd, y, qkv, o, lse, x1, mean2, rstd2, y2, h, a)
             saved += [tensor[:n] for tensor in mine]
-            x = x1 + torch.nn.functional.linear(a, w2, b2) * kept[i, 1]
+            x = x1 + _linear(a, w2, b2) * kept[i, 1]
         ctx.save_for_backward(kept[:, :, :n], *weights, *saved)
         ctx.heads = heads
         return x[:n], x[n:]
@@ -513,8 +756,18 @@ class Joint(torch.autograd.Function):
         return g, None, None, None, None, *[one for some in reversed(grads) for one in some]
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if LT:
+        y: Tensor = lt_linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return y.view(*x.shape[:-1], -1)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def _linear_back(g: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = g.reshape(-1, g.shape[-1])
+    if LT:
+        dx, dw, db = lt_linear_back(rows, x.reshape(-1, x.shape[-1]), weight)
+        return dx.view(x.shape), dw, db
     dw = rows.t() @ x.reshape(-1, x.shape[-1])
     return (rows @ weight).view(x.shape), dw, rows.sum(0)
 
@@ -524,7 +777,8 @@ def joint_apart(net: Any, *views: Tensor, grad: Any = None) -> list[Any]:
     from calmatch.core import Output
     from calmatch.nets import timm as ours
 
-    assert list(grad) == [True, False, True] and net.training
+    assert list(grad) == [True, False, True]
+    assert net.training
     x, weak, strong = views
     body, images = net.body, torch.cat([x, strong])
     blocks = list(body.blocks[:-1])
