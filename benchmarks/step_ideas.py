@@ -187,7 +187,7 @@ def worker(names: list[str], choice: Path | None, moments: Path | None, device: 
 
 
 def first_moments(run: Any) -> Any:
-    """AdamW's mean gradients of every 16th weight, by name: the backward pass, compared directly."""
+    """AdamW's mean gradients of every 16th weight: the backward pass, compared directly."""
     import numpy as np
 
     names = sorted(k for k in run.tensors() if k.endswith("/exp_avg"))
@@ -351,6 +351,8 @@ def tune(choice: Path) -> None:
                     best[side] = (us, how)
             except Exception as error:
                 rows.append([side, how, None, f"{type(error).__name__}: {error}"[:160], 0.0, False])
+    for side, (_, how) in best.items():
+        setattr(kernels, side.upper(), how)
     for name, act in torch_attention(qkvs, grad, heads).items():
         try:
             rows.append(["torch", name, microseconds(act), 0.0, 0.0, True])
