@@ -307,7 +307,8 @@ def tune(choice: Path) -> None:
         torch.randn(images, 257, 1152, device="cuda", dtype=torch.bfloat16) for _ in range(layers)
     ]
     grad = torch.randn(images, 257, 384, device="cuda", dtype=torch.bfloat16)
-    rows, best, far = [], {}, {}
+    rows: list[list[Any]] = []
+    best: dict[str, Any] = {}
 
     def microseconds(act: Any) -> float:
         """Of one call, in a captured graph over the layers' own tensors."""
@@ -351,19 +352,17 @@ def tune(choice: Path) -> None:
                     best[side] = (us, how)
             except Exception as error:
                 rows.append([side, how, None, f"{type(error).__name__}: {error}"[:160], 0.0, False])
-    for side, (_, how) in best.items():
-        setattr(kernels, side.upper(), how)
+    result = {side: how for side, (_, how) in best.items()}
+    if len(result) == 2:
+        choice.with_suffix(".part").write_text(json.dumps(result))
+        choice.with_suffix(".part").rename(choice)
+        kernels.FORWARD, kernels.BACKWARD = result["forward"], result["backward"]
     for name, act in torch_attention(qkvs, grad, heads).items():
         try:
             rows.append(["torch", name, microseconds(act), 0.0, 0.0, True])
         except Exception as error:
             rows.append(["torch", name, None, f"{type(error).__name__}: {error}"[:160], 0.0, False])
-    result = {side: how for side, (_, how) in best.items()}
-    far = {"rows": rows, **{f"{side}_us": us for side, (us, _) in best.items()}}
-    if len(result) == 2:
-        choice.with_suffix(".part").write_text(json.dumps(result))
-        choice.with_suffix(".part").rename(choice)
-    print(json.dumps(far), flush=True)
+    print(json.dumps({"rows": rows}), flush=True)
 
 
 def torch_attention(qkvs: list[Any], grad: Any, heads: int) -> dict[str, Any]:
@@ -629,9 +628,8 @@ def table(rows: list[dict[str, Any]], profiles: dict[str, Any], room: Path) -> N
                 print(f"  {side:<9}{how!s:<28}{us:7.1f} us  {note}")
     elif (room / "tune.log").exists():
         print("\nAttention alone, no result: " + (room / "tune.log").read_text()[-600:])
-    print(
-        f"\n{'idea':<44}{'ms a step':>10}{'ratio':>8}{'ready s':>9}  far: first loss, mean, gradients"
-    )
+    head = f"{'idea':<44}{'ms a step':>10}{'ratio':>8}{'ready s':>9}"
+    print(f"\n{head}  far: first loss, mean, gradients")
     for row in rows:
         if not row["ms"]:
             print(f"{row['idea'][:43]:<44}{'-':>10}  {row['error'][:70]}")
