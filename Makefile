@@ -76,6 +76,7 @@ bench: $(READY)  ## speed of metrics, methods, augmentation, the step, and what 
 	$(BIN)/python benchmarks/augment.py
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/predict.py
+	$(BIN)/python tools/readme.py --tree
 
 readme: $(READY)  ## what README, architecture and CONTRIBUTING show, made anew
 	$(BIN)/python tools/readme.py

@@ -11,37 +11,35 @@ is EfficientNet-Lite0 at 224 px with a random last layer. Prints a table, writes
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from results import Row, row, show, write
 from serve import SIZE, write_photographs, write_random_model
+from sklearn.linear_model import LogisticRegression
+from sklearn.semi_supervised import SelfTrainingClassifier
 
-from calmatch import Classifier, console, export, load_run, nets, report
+from calmatch import Classifier, console, export, nets
 from calmatch.data.images import ImageFiles
 from calmatch.fit import portfolio
 from calmatch.fit.features import compute_features
 from calmatch.model import load_model
 from calmatch.predict import predict
-from calmatch.training.setup import describe_environment
 
 PARTS = ("start", "predict", "features", "heads", "files")
 LISTS = ("--help", "predict --help", "methods", "nets", "recipes", "bench", "figure")
 HEAVY = ("torch", "numpy", "PIL", "timm", "torchvision", "scipy", "sklearn", "pandas", "matplotlib")
 BATCH = 32
-Row = dict[str, Any]
 
 
 def main() -> None:
@@ -51,7 +49,6 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--out", type=Path, help="JSON file; by default in benchmarks/results/")
     options = parser.parse_args()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as place:
         os.environ["CALMATCH_CACHE"] = str(Path(place) / "cache")
@@ -59,21 +56,10 @@ def main() -> None:
         write_random_model(home)
         write_photographs(home / "pictures", options.pictures)
         for part in options.parts:
-            for row in globals()[f"time_{part}"](home, options):
-                rows.append(row)
-                print(f"{row['what']:<60} {row['value']:9.2f} {row['unit']}", flush=True)
-    facts = describe_environment(torch.device(kind))
-    facts["processor"] = platform.processor() or platform.machine()
-    record = {"date": str(date.today()), "environment": facts, "rows": rows}
-    record |= {"pictures": options.pictures, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    path = options.out or Path(__file__).parent / f"results/predict-{kind}-{date.today()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"Written: {path}")
-
-
-def row(what: str, value: float, unit: str, **more: Any) -> Row:
-    return {"what": what, "value": round(value, 4), "unit": unit, **more}
+            measured = globals()[f"time_{part}"](home, options)
+            show(measured)
+            rows += measured
+    write("predict", rows, options.out, pictures=options.pictures)
 
 
 def seconds_of(*words: str) -> float:
@@ -86,20 +72,21 @@ def seconds_of(*words: str) -> float:
     return min(spans)
 
 
+def torch_alone() -> dict[str, float]:
+    """What everything that computes waits for first."""
+    return {"`import torch` alone": seconds_of("-c", "import torch")}
+
+
 def time_start(home: Path, options: argparse.Namespace) -> list[Row]:
     """Commands that only say something, and a model's first answer from a new Python."""
-    rows = [
-        row(f"calmatch {words}", seconds_of("-P", "-m", "calmatch", *words.split()), "s")
-        for words in LISTS
-    ]
+    lists = {words: seconds_of("-P", "-m", "calmatch", *words.split()) for words in LISTS}
+    what = f"`calmatch {max(lists, key=lambda words: lists[words])}`, the slowest of the lists"
+    rows = [row(what, max(lists.values()), "s", aim="0.3 s", all=lists)]
     picture = next((home / "pictures").iterdir())
     code = f"import calmatch; print(calmatch.load({str(home)!r}).predict({str(picture)!r}))"
-    rows.append(row("python: import calmatch, load, first answer", seconds_of("-c", code), "s"))
-    rows.append(row("python: import torch alone", seconds_of("-c", "import torch"), "s"))
+    what = "Python: `import calmatch`, load a model, first answer"
     imports = import_table(code)
-    for name in HEAVY:
-        if name in imports:
-            rows.append(row(f"  of the first answer: import {name}", imports[name], "s"))
+    rows.append(row(what, seconds_of("-c", code), "s", torch_alone(), aim="3 s", imports=imports))
     return rows
 
 
@@ -133,12 +120,14 @@ def time_predict(home: Path, options: argparse.Namespace) -> list[Row]:
             began = time.perf_counter()
             way()
             speeds[name].append(options.pictures / (time.perf_counter() - began))
-    rows = [row(name, statistics.median(s), "pictures/s", all=s) for name, s in speeds.items()]
-    ours, *others = speeds.values()
-    ratios = [own / max(best) for own, *best in zip(ours, *others, strict=True)]
-    rows.append(row("calmatch over the better of the others", statistics.median(ratios), "times"))
+    (ours, own), *others = speeds.items()
+    best = [max(each) for each in zip(*(speed for _, speed in others), strict=True)]
+    times = statistics.median(mine / other for mine, other in zip(own, best, strict=True))
+    beside = {name: statistics.median(speed) for name, speed in others}
+    how = {"aim": "1.0 times the best", "times": times, "all": speeds}
+    rows = [row(ours, statistics.median(own), "pictures/s", beside, **how)]
     words = ("-P", "-m", "calmatch", "predict", str(home), str(folder), "-o", str(home / "o.csv"))
-    what = f"calmatch predict, {options.pictures} pictures, start included"
+    what = f"`calmatch predict`, {options.pictures} pictures, start included"
     rows.append(row(what, seconds_of(*words, "--quiet"), "s"))
     return rows
 
@@ -220,37 +209,56 @@ def time_features(home: Path, options: argparse.Namespace) -> list[Row]:
             way()
             own.append((time.perf_counter() - began) / len(names) * 1000)
     ours, theirs = map(statistics.median, spans)
-    rows = [row("features for fit, 1,000 pictures at 224 px", ours, "s", all=spans[0])]
-    rows.append(row("  a plain float32 loop with Pillow", theirs, "s", all=spans[1]))
-    return rows
+    times = statistics.median(b / a for a, b in zip(*spans, strict=True))
+    beside = {"a plain float32 loop with Pillow": theirs}
+    how = {"aim": "14 s, 1.64 times", "times": times, "all": spans}
+    return [row("features for `fit`, 1,000 pictures at 224 px", ours, "s", beside, **how)]
 
 
 def time_heads(home: Path, options: argparse.Namespace) -> list[Row]:
     """The whole portfolio on features that are there: 40 labels, 3,000 pictures, ten classes."""
     chance = np.random.default_rng(0)
     truth = chance.integers(0, 10, 3000)
-    centres = chance.normal(size=(10, 1280))
-    features = (centres[truth] + 3 * chance.normal(size=(3000, 1280))).astype(np.float32)
+    # as wide as what EfficientNet-Lite0 says: its last layer, and its earlier maps
+    last, stages = (
+        (chance.normal(size=(10, width))[truth] + 3 * chance.normal(size=(3000, width))).astype("f")
+        for width in (1280, 944)
+    )
     rows = np.concatenate([np.flatnonzero(truth == k)[:4] for k in range(10)])
+    seen = portfolio.Features([last], [stages])
     began = time.perf_counter()
-    seen = portfolio.Features([features], None)
     teachers = portfolio.Teachers(portfolio.Embedding.fit(seen).spaces(seen), 10)
     with console.ProgressBar("heads", portfolio.FITS, 0, True) as bar:
         portfolio.fit_transductive(teachers, rows, truth[rows], bar)
         portfolio.fit_logistic(seen, rows, truth[rows], 10, bar)
-    middle = time.perf_counter()
+    whole = time.perf_counter() - began
+    cases = [(rows[rest], truth[rows][rest]) for _, rest in portfolio.folds_of(truth[rows], 0)] * 6
+    spans: list[list[float]] = [[], []]
+    ways = (lambda: teachers.teach(cases), lambda: [teachers.student(*case) for case in cases])
+    for _ in range(options.rounds):
+        for way, own in zip(ways, spans, strict=True):
+            began = time.perf_counter()
+            way()
+            own.append(time.perf_counter() - began)
     y = np.full(3000, -1)
     y[rows] = truth[rows]
-    Classifier().fit(features, y)
+    began = time.perf_counter()
+    Classifier().fit(last, y)
+    middle = time.perf_counter()
+    SelfTrainingClassifier(LogisticRegression(max_iter=1000)).fit(last, y)
     after = time.perf_counter()
+    together, alone = map(statistics.median, spans)
+    beside = {"one after another": alone}
+    theirs = {"scikit-learn's SelfTrainingClassifier, not evaluated": after - middle}
     return [
-        row("all candidates of fit, 40 labels, 3,000 pictures", middle - began, "s"),
-        row("Classifier().fit of the same", after - middle, "s"),
+        row("all candidates of `fit`, 40 labels, 3,000 pictures", whole, "s", aim="15 s"),
+        row("24 students side by side", together, "s", beside, times=alone / together),
+        row("`Classifier().fit`, 3,000 x 1,280, evaluated by folds", middle - began, "s", theirs),
     ]
 
 
 def time_files(home: Path, options: argparse.Namespace) -> list[Row]:
-    """The page of a fit, and an export."""
+    """The page of a fit, and an export, by their commands."""
     from calmatch.fit import fit
     from calmatch.options import FitOptions
 
@@ -259,16 +267,14 @@ def time_files(home: Path, options: argparse.Namespace) -> list[Row]:
         target = few / ("ab"[k % 2] if k < 12 else "unlabelled") / file.name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.read_bytes())
-    net = "efficientnet_lite0(pretrained=False)"
+    net, run = "efficientnet_lite0(pretrained=False)", str(home / "run")
     fit(FitOptions(few, out=home / "run", net=net, frozen=True, tta=1, quiet=True))
-    began = time.perf_counter()
-    report.build([load_run(home / "run")], home / "page.html")
-    middle = time.perf_counter()
-    export.export(load_model(home / "run"), home / "again.onnx")
-    after = time.perf_counter()
+    page = seconds_of("-P", "-m", "calmatch", "report", run, "--out", str(home / "page.html"))
+    to = ("--to", "onnx", "-o", str(home / "again.onnx"))
+    exported = seconds_of("-P", "-m", "calmatch", "export", run, *to)
     return [
-        row("report of a fit", middle - began, "s"),
-        row("export to ONNX, checked", after - middle, "s"),
+        row("`calmatch report` of a fit, start included", page, "s", torch_alone(), aim="2 s"),
+        row("`calmatch export --to onnx`, checked, start included", exported, "s", aim="20 s"),
     ]
 
 

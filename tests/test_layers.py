@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import calmatch
+from conftest import write_random_model
 
 ROOT = Path(calmatch.__file__).parent
 FLOORS = [
@@ -118,6 +119,25 @@ def test_every_public_name_exists_and_the_package_and_its_help_are_light():
     assert int(alone.stdout) <= 4
     code, _, heavy = loaded("--help")  # under 0.3 s, which a loaded machine cannot measure
     assert (code, heavy) == (0, False)
+
+
+def test_a_first_answer_needs_no_heavy_package(tmp_path):
+    write_random_model(tmp_path, "efficientnet_lite0(pretrained=False)", 3, 32)
+    Image.new("RGB", (32, 32), "red").save(tmp_path / "red.png")
+    forbidden = ("timm", "torchvision", "scipy", "sklearn", "pandas", "matplotlib", "onnx")
+    code = (
+        "import sys, calmatch; from pathlib import Path; place = Path(sys.argv[1]); "
+        "calmatch.load(place).predict(place / 'red.png'); "
+        f"print([name for name in {forbidden} if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    words = ("predict", tmp_path, tmp_path / "red.png", "-o", tmp_path / "answers.csv", "--quiet")
+    code = LOADED.replace("sys.modules for name in heavy", f"sys.modules for name in {forbidden}")
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
 
 
 @pytest.mark.slow

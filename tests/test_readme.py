@@ -1,4 +1,6 @@
+import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -58,3 +60,23 @@ def test_every_method_has_a_page_with_its_true_defaults(name):
     for part in ("## Equation", "## Where ours and the original differ", "## Reference"):
         assert part in page
     assert f"]({name}.md)" in (ROOT / "docs" / "methods" / "index.md").read_text()
+
+
+def test_tables_of_speed_show_the_newest_measurement(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    performance = importlib.import_module("performance")
+    row = {"what": "starting", "value": 2.0, "unit": "s", "beside": {"torch": 1.0}, "aim": "3 s"}
+    facts = {"cpu": "a CPU", "device": "cpu", "versions": {"torch": "9"}}
+    for day, value in (("2026-02-01", 0.25), ("2026-01-31", 7.0)):
+        rows = [row | {"value": value, "times": 4.0}]
+        record = {"date": day, "environment": facts, "rows": rows, "cores": 2, "load": 0.5}
+        (tmp_path / f"predict-cpu-{day}.json").write_text(json.dumps(record))
+    monkeypatch.setattr(performance, "RESULTS", tmp_path)
+    assert performance.people().strip().splitlines() == [
+        "a CPU, 2 cores, torch 9, 2026-02-01, load 0.5:",
+        "",
+        "| what | | beside it, in the same run | aim |",
+        "|---|---:|---|---|",
+        "| starting | 0.25 s | torch 1 s: 4.00 times | 3 s |",
+    ]
+    assert performance.steps() == ""

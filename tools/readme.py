@@ -1,8 +1,9 @@
-"""Regenerates parts of pages: README's demo and tour, the architecture's tree, the floors, lists.
+"""Regenerates parts of pages: README's demo and tour, the architecture's tree, the floors, lists,
+the tables of speed.
 
-`python tools/readme.py` rewrites everything; `--tree` only the tree, the table of floors and the
-lists that commands print, `--tour` only the tour; `--check` says whether tree, floors and lists
-are true.
+`python tools/readme.py` rewrites everything; `--tree` all that takes no time: the tree, the table
+of floors, the lists that commands print, what `make bench` measured; `--tour` only the tour;
+`--check` says whether what takes no time is true.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import performance
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "calmatch"
@@ -35,6 +38,8 @@ TABLES = {  # what a list of the command line is made from
 
 def main() -> int:
     quick = [("docs/architecture.md", "tree", tree), ("CONTRIBUTING.md", "floors", floor_table)]
+    quick += [("docs/performance.md", "people", performance.people)]
+    quick += [("docs/performance.md", "steps", performance.steps)]
     slow = [("README.md", "demo", demo), ("README.md", "tour", tour)]
     if "--check" in sys.argv:
         pages = any(renewed(page, *part) != (ROOT / page).read_text() for page, *part in quick)
