@@ -55,7 +55,7 @@ def describe_calibration(calibration: Calibration, before: Tensor, labels: Tenso
     """How far confidence can be believed, as far as the labels show it."""
     n = len(labels)
     was, now = (float(probabilities(z).amax(1).mean()) for z in (before, calibration.log_probs))
-    right = 1 - calibration.after["error"].value
+    right = float((calibration.log_probs.argmax(1) == labels).double().mean())
     text = f"On these labels it was {now:.0%} confident and {right:.0%} right on average "
     text += f"({was:.0%} confident before calibration)."
     ece = calibration.after["ece"]
