@@ -254,9 +254,7 @@ def learn(path: Path, each: int, splits: range) -> None:
             weights=candidate.weights,
             students=np.stack([weights for _, weights in students]),
             seen=np.stack([np.isin(rows, own) for own, _ in students]),
-            agreement=candidate.agreement,
-            echo=candidate.echo,
-            parts=parts,
+            **candidate.signs,
         )
 
 
