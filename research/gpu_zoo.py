@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import random
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from zoo import draw_task
 
 from calmatch import metrics
 
@@ -46,15 +45,8 @@ def main() -> None:
 def measure(options: Any, split: int, number: int, name: str) -> dict[str, Any]:
     """One fit, its prediction of new/ and how right that is."""
     home, base = options.zoo / name, options.work / f"{name}-{number}-{split}"
-    with (home / "truth.csv").open() as file:
-        rows = [(Path(r["file"]).name, r["label"], r["part"]) for r in csv.DictReader(file)]
-    pool, truth = ({f: c for f, c, p in rows if p == part} for part in ("pool", "new"))
-    classes, labels = sorted(set(pool.values())), Path(f"{base}.csv")
-    lines = ["file,label"]
-    for c in classes:  # as research/zoo.py draws them
-        own = sorted(f for f, label in pool.items() if label == c)
-        lines += [f"{f},{c}" for f in random.Random(split).sample(own, number)]
-    labels.write_text("\n".join(lines) + "\n")
+    task, labels = draw_task(home, number, split), Path(f"{base}.csv")
+    task.write_labels(labels)
     began = time.perf_counter()
     fit = ["fit", home / "pool", "--labels", labels, "--out", base, "--minutes", options.minutes]
     call(*fit, "--net", "efficientnet_lite0", "--quiet")
@@ -62,10 +54,9 @@ def measure(options: Any, split: int, number: int, name: str) -> dict[str, Any]:
     call("predict", base, home / "new", "-o", f"{base}-new.csv", "--probs", "--quiet")
     with Path(f"{base}-new.csv").open() as file:
         answers = {Path(r["file"]).name: r for r in csv.DictReader(file)}
-    files = [f for f in truth if f in answers]
-    column = {c: f"p({c})" for c in classes}
-    probs = np.array([[float(answers[f][column[c]]) for c in classes] for f in files])
-    both = torch.from_numpy(probs), torch.tensor([classes.index(truth[f]) for f in files])
+    files = [f for f in task.truth["new"] if f in answers]
+    probs = [[float(answers[f][f"p({c})"]) for c in task.classes] for f in files]
+    both = torch.tensor(probs, dtype=torch.float64), task.ids("new", files)
     result = json.loads((base / "result.json").read_text())
     return {
         "key": f"{name} {number} {split}",

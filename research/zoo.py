@@ -126,9 +126,12 @@ class Task(NamedTuple):
     def ids(self, part: str, names: Any) -> torch.Tensor:
         return torch.tensor([self.classes.index(self.truth[part][name]) for name in names])
 
+    def write_labels(self, path: Path) -> None:
+        path.write_text("file,label\n" + "".join(f"{f},{c}\n" for f, c in self.known.items()))
 
-def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, Any]:
-    """One fit and its opponents; errors in new/, calibration on every label that was not seen."""
+
+def draw_task(folder: Path, number: int, split: int) -> Task:
+    """So many labels of each class of a set."""
     with (folder / "truth.csv").open() as file:
         rows = [(Path(r["file"]).name, r["label"], r["part"]) for r in csv.DictReader(file)]
     parts = ("pool", "new")
@@ -138,9 +141,16 @@ def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, An
     for c in classes:
         own = sorted(f for f, label in truth["pool"].items() if label == c)
         known |= dict.fromkeys(random.Random(split).sample(own, number), c)
-    task = Task(folder, truth, known, classes)
+    return Task(folder, truth, known, classes)
+
+
+def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, Any]:
+    """One fit and its opponents; errors in new/, calibration on every label that was not seen."""
+    task = draw_task(folder, number, split)
+    truth = task.truth
+    parts = tuple(truth)
     table = options.work / f"labels-{folder.name}.csv"
-    table.write_text("file,label\n" + "".join(f"{f},{c}\n" for f, c in known.items()))
+    task.write_labels(table)
     out = options.work / "runs" / f"{options.net}-{folder.name}-{number}-{split}"
     shutil.rmtree(out, ignore_errors=True)  # of an earlier version
     began = time.perf_counter()

@@ -147,7 +147,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
             selective=posthoc.few_label_promise(best.fitted, logits[free]),
         )
     scores = {one.name: float(one.losses.mean()) for one in candidates}
-    note = "Each evaluated label was predicted by fold models that had not seen it."
+    note = "Each evaluated label was predicted by models that had not seen it."
     if best.signs:
         note = f"{note[:-1]}; the error also rests on how often models of disjoint labels agree on "
         note += "unlabelled pictures."

@@ -37,8 +37,8 @@ def expected_accuracy(
     agreement: float,
     echo: float,
     labels_a_class: float,
-    parts: float | None = None,
     prior: Mapping[str, Any] | None = None,
+    parts: float | None = None,
 ) -> float:
     """The accuracy of a model, by two or three shares of the unlabelled images.
 
@@ -113,7 +113,7 @@ def few_label_temperature(
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
     away, rare, n = logs / learned["blind_sd"], -np.inf, 0
     if agreement is not None and echo is not None:
-        centre = logit(expected_accuracy(agreement, echo, labels_a_class, parts, prior))
+        centre = logit(expected_accuracy(agreement, echo, labels_a_class, prior, parts))
         tops = [posthoc.mean_confidence(z, heat) for heat in np.exp(logs[::8])]
         away = (np.interp(logs, logs[::8], logit(np.array(tops), 1e-9)) - centre) / learned["sd"]
         away /= spread_at(labels_a_class)
