@@ -2,10 +2,11 @@
 # One session of the GPU machine (30 minutes), a call a stage; each carries what fits in 64 MiB. The
 # machine is given back 30 s after a call's end: write everything first, send calls back to back.
 #   (NVIDIA's multi-process service was tried: a process that is killed under it breaks all others.)
-#   setup [STEPS]                carry .paper/small.zip (or full.zip: all of tools/carry.sh's folder, to
+#   setup [STEPS [words]]        carry .paper/small.zip (or full.zip: all of tools/carry.sh's folder, to
 #                                start the GPU tests in the background too), .paper/eurosat.npz,
-#                                .paper/features.npz (`paper_runs.py teach`), .paper/lite.zip for a
-#                                teacher, .paper/parts of an earlier session; with STEPS compiles
+#                                .paper/cifar10.npz, .paper/features.npz and more of its kind
+#                                (`paper_runs.py teach`), .paper/lite.zip for a teacher,
+#                                .paper/parts of an earlier session; with STEPS compiles
 #                                every cell in the background, so that later runs find it
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
 #   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on
@@ -21,8 +22,7 @@ setup)
   for name in small lite full; do
     if [ -e .paper/$name.zip ]; then python3 -m zipfile -e .paper/$name.zip /tmp/carry; fi
   done
-  cp .paper/eurosat.npz /tmp/
-  if [ -e .paper/features.npz ]; then cp .paper/features.npz /tmp/; fi
+  cp .paper/*.npz /tmp/
   if [ -e .paper/full.zip ]; then # four processes, each every fourth test
     cp -r . /tmp/tested && cd /tmp/tested
     PYTHONPATH=/tmp/tested/src:/tmp/carry python3 -m pytest -m gpu --collect-only -p no:cacheprovider tests/training/test_gpu.py tests/test_model.py 2>/dev/null | grep :: >/tmp/gpu_tests
@@ -46,7 +46,7 @@ from research import paper_runs
 
 paper_runs.save_parts(nets.build("vit_small_patch2_32", 200).state_dict(), Path("/tmp/random"), {})
 PY
-  TORCHINDUCTOR_COMPILE_THREADS=3 setsid nohup python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/random /tmp/warm --steps "$@" \
+  TORCHINDUCTOR_COMPILE_THREADS=3 setsid nohup taskset -c 5-15 python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/random /tmp/warm --steps "$@" \
     --budget-seconds 330 --at-once 30 --lines /tmp/warm.jsonl --done /tmp/warm.jsonl \
     >/tmp/warm.log 2>&1 </dev/null &
   setsid nohup bash -c 'for _ in $(seq 330); do sleep 1
@@ -56,7 +56,7 @@ PY
   sleep 5; cat /tmp/warm.log
   ;;
 pretrain)
-  cp .paper/tiny.npz /tmp/tiny.npz
+  cp .paper/*.npz /tmp/
   timeout 570 python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts --minutes "$@" 2>&1 | tee "$OUT/pretrain.log"
   cp -r /tmp/parts "$OUT/parts"
   timeout 60 python3 research/paper_runs.py probe /tmp/eurosat.npz /tmp/parts --tested 2700
@@ -65,7 +65,6 @@ pretrain)
 runs)
   steps=$1 seconds=$2 at_once=$3
   shift 3
-  if [ -e .paper/cifar10.npz ]; then cp .paper/cifar10.npz /tmp/; fi
   cifar=(); if [ -e /tmp/cifar10.npz ]; then cifar=(--cifar /tmp/cifar10.npz); fi
   touch /tmp/lines.jsonl
   (while sleep 15; do nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; tail -q -n 1 /tmp/work/*/metrics.jsonl 2>/dev/null | cut -c1-70; done) >"$OUT/gpu.log" 2>&1 &

@@ -31,6 +31,7 @@ import argparse
 import copy
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,9 +83,13 @@ def main() -> None:
     command.add_argument("--teacher", default="", help="a pretrained network to learn from too")
     command.add_argument("--teacher-size", type=int, default=160, help="pixels it is shown")
     command.add_argument("--most", type=int, default=0, help="pictures of each part; 0: all")
-    command.add_argument("--also", type=Path, help="archive of unlabelled pictures to learn from")
-    command.add_argument("--features", type=Path, help="their features, as `teach` wrote them")
-    command.add_argument("--share", type=float, default=0.5, help="of them in a batch")
+    command.add_argument(
+        "--also", type=Path, nargs="*", default=[], help="archives of unlabelled pictures"
+    )
+    command.add_argument(
+        "--features", type=Path, nargs="*", default=[], help="of each, as `teach` wrote them"
+    )
+    command.add_argument("--share", type=float, default=0.5, help="of them all in a batch")
     command.set_defaults(act=pretrain)
     command = commands.add_parser("teach", help="a pretrained network's features, on a CPU")
     command.add_argument("dataset", help="a spec: images of any size, in the archive's order")
@@ -111,7 +116,7 @@ def main() -> None:
     command.add_argument("--budget-seconds", type=float, default=540.0)
     command.add_argument("--steps", type=int, default=20_480)
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    command.add_argument("--only", default="", help="cells with this text in their name")
+    command.add_argument("--only", default="", help="cells whose name this expression matches")
     command.add_argument("--cells", type=int, help="only the first so many; default: all")
     command.add_argument("--rate", type=float, default=1.0, help="times the recipe's learning rate")
     command.add_argument("--at-once", type=int, default=12, help="runs on the GPU")
@@ -146,25 +151,28 @@ def pretrain(options: argparse.Namespace) -> None:
     ema = copy.deepcopy(net).eval()
     width = net.head.in_features
     teacher = Teacher(options.teacher, options.teacher_size, images, width).to(device)
-    also = Known(options.also, options.features, round(options.share * options.batch), width)
-    also = also.to(device)
+    each = round(options.share * options.batch / max(1, len(options.also)))
+    both = zip(options.also, options.features, strict=True)
+    also = nn.ModuleList([Known(*files, each, width) for files in both]).to(device)
     learning = [*net.parameters(), *also.parameters()]
     learning += [p for p in teacher.parameters() if p.requires_grad]
     flat = [p for p in learning if p.ndim <= 1]
     wide = [p for p in learning if p.ndim > 1]
     groups = [{"params": wide, "weight_decay": 0.05}, {"params": flat, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, fused=cuda)
-    batch = min(options.batch - also.batch, len(labels))
+    batch = min(options.batch - each * len(also), len(labels))
 
     def learn(pixels: Tensor, target: Tensor, rate: float) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(device.type, torch.bfloat16):
-            others, wanted = also.draw()
-            out = net(torch.cat([pixels, others]))
+            drawn = [one.draw() for one in also]  # type: ignore[operator]
+            out = net(torch.cat([pixels, *(others for others, _ in drawn)]))
+            own, *rest = out.features.split([len(pixels), *(each for _ in drawn)])
             loss = F.cross_entropy(out.logits[: len(pixels)].float(), target)
-            loss = loss + teacher(pixels, out.features[: len(pixels)])
-            loss = loss + also(out.features[len(pixels) :], wanted)
+            loss = loss + teacher(pixels, own)
+            for one, features, (_, wanted) in zip(also, rest, drawn, strict=True):
+                loss = loss + one(features, wanted)
         loss.backward()
         nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
@@ -208,7 +216,7 @@ def pretrain(options: argparse.Namespace) -> None:
     note |= {"images": len(labels), "lr": options.lr, "keep": options.keep}
     note |= {"strong": options.strong, "mixed": options.mixed, "start": bool(options.start)}
     note |= {"teacher": options.teacher, "teacher_size": options.teacher_size}
-    note |= {"also": also.batch}
+    note |= {"also": each * len(also)}
     save_parts(ema.state_dict(), options.parts, note)
     print(json.dumps(note))
 
@@ -287,18 +295,16 @@ class Teacher(nn.Module):
 
 
 class Known(nn.Module):
-    """Unlabelled images whose features a better network has told; without any nothing is missed."""
+    """Unlabelled images whose features are known from a better network."""
 
-    def __init__(self, archive: Path | None, features: Path | None, batch: int, width: int) -> None:
+    def __init__(self, archive: Path, features: Path, batch: int, width: int) -> None:
         super().__init__()
-        self.batch = batch if archive else 0
-        images, known = torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(1, 1)
-        if archive and features:
-            data = dataset.build(f"{ARCHIVE}(name='{archive}', size=32)")
-            with np.load(features) as file:
-                known = torch.from_numpy(file["features"]).float()
-            images = torch.as_tensor(data.images)[: len(known)]
-            assert len(images) == len(known), "features of other images"
+        self.batch = batch
+        data = dataset.build(f"{ARCHIVE}(name='{archive}', size=32)")
+        with np.load(features) as file:
+            known = torch.from_numpy(file["features"]).float()
+        images = torch.as_tensor(data.images)[: len(known)]
+        assert len(images) == len(known), "features of other images"
         self.register_buffer("images", images)
         self.register_buffer("known", known)
         self.linear = nn.Linear(width, known.shape[1])
@@ -310,14 +316,10 @@ class Known(nn.Module):
         rows = torch.randint(len(self.known), (self.batch,), device=device)
         chance = torch.Generator(device).manual_seed(int(torch.randint(1 << 31, ())))
         middle = torch.tensor(STATISTICS, device=device)
-        if not self.batch:
-            return self.images[:0].float(), self.known[:0]
         images = augment.normalise(self.weak(self.images[rows], chance), middle, middle)
         return images, self.known[rows]
 
     def forward(self, features: Tensor, wanted: Tensor) -> Tensor:
-        if not self.batch:
-            return features.new_zeros(())
         return DISTILLED * F.smooth_l1_loss(self.linear(features).float(), wanted)
 
 
@@ -549,7 +551,7 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
             checkpoint_every=steps,
         )
         name = " ".join([column, " + ".join([method, *others.values()])])
-        if options.only not in name:
+        if not re.search(options.only, name):
             continue
         for seed in options.seeds:
             key = f"{name} seed{seed} steps{steps} lr{config.lr:g} {options.network}"

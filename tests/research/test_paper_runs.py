@@ -41,7 +41,8 @@ def test_every_stage_from_pictures_to_the_page(tmp_path, monkeypatch, capsys):
     again = ("--start", parts, "--minutes", 0.02, "--net", NET, "--batch", 16)
     text = f"research.archive.read_archive(name='{file}')"
     typed(stages, "teach", text, tmp_path / "known.npz", "--net", "tiny", "--most", 20)
-    known = ("--also", file, "--features", tmp_path / "known.npz", "--share", 0.25)
+    taught = tmp_path / "known.npz"
+    known = ("--also", file, file, "--features", taught, taught, "--share", 0.25)
     typed(stages, "pretrain", file, tmp_path / "more", *again, *known)
     assert json.loads((tmp_path / "more" / "note.json").read_text())["also"] == 4
 
