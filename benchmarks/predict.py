@@ -32,7 +32,7 @@ from sklearn.semi_supervised import SelfTrainingClassifier
 from calmatch import Classifier, console, export, nets
 from calmatch.data.images import ImageFiles
 from calmatch.fit import portfolio
-from calmatch.fit.features import compute_features
+from calmatch.fit.features import compute_blocks
 from calmatch.model import load_model
 from calmatch.predict import predict
 
@@ -203,7 +203,7 @@ def time_features(home: Path, options: argparse.Namespace) -> list[Row]:
     spans: list[list[float]] = [[], []]
     for number in range(options.rounds):
         os.environ["CALMATCH_CACHE"] = str(home / f"cache{number}")
-        ways = (lambda: compute_features(extractor, images, quiet=True), loop)
+        ways = (lambda: compute_blocks(extractor, images, quiet=True).some(), loop)
         for way, own in zip(ways, spans, strict=True):
             began = time.perf_counter()
             way()

@@ -22,7 +22,7 @@ from sklearn.cluster import KMeans
 
 from calmatch.data.images import ImageFiles
 from calmatch.fit import ask, portfolio
-from calmatch.fit.features import compute_features
+from calmatch.fit.features import compute_blocks
 
 PAGE = Path(__file__).parent / "asking.md"
 NET, SEEDS, MOST = "efficientnet_lite0", 5, 10
@@ -40,7 +40,7 @@ class World:
                 *sorted(row[1:] for row in rows if row[0] == part), strict=True
             )
             images = ImageFiles(folder / part, names, extractor.size, True)
-            features[part] = compute_features(extractor, images, True)
+            features[part] = compute_blocks(extractor, images, True).some()
         classes = sorted(set(truth["pool"]))
         self.classes, self.name = len(classes), folder.name
         self.y, self.new_y = (

@@ -49,7 +49,7 @@ def measure(options: Any, split: int, number: int, name: str) -> dict[str, Any]:
     task.write_labels(labels)
     began = time.perf_counter()
     fit = ["fit", home / "pool", "--labels", labels, "--out", base, "--minutes", options.minutes]
-    call(*fit, "--net", "efficientnet_lite0", "--quiet")
+    call(*fit, "--net", "efficientnet_lite012", "--quiet")
     seconds = time.perf_counter() - began
     call("predict", base, home / "new", "-o", f"{base}-new.csv", "--probs", "--quiet")
     with Path(f"{base}-new.csv").open() as file:

@@ -32,7 +32,7 @@ from calmatch import augment, console, metrics, posthoc
 from calmatch.data.images import ImageFiles
 from calmatch.fit import plan, portfolio
 from calmatch.fit.crossval import clopper_pearson
-from calmatch.fit.features import compute_features
+from calmatch.fit.features import compute_blocks
 from calmatch.posthoc import few
 
 NET = "efficientnet_lite0"
@@ -178,7 +178,7 @@ def extract(path: Path, parts: list[Part], device: str) -> None:
     known = sorted(set(parts[0].labels))
     for name, part in zip(("pool", "new"), parts, strict=True):
         images = ImageFiles(part.root, part.names, extractor.views.source, squash=True)
-        features = compute_features(extractor, images, True)
+        features = compute_blocks(extractor, images, True).some()
         assert features.stages is not None
         stored[f"{name}_last"] = np.stack(features.last).astype(np.float16)
         stored[f"{name}_stages"] = np.stack(features.stages).astype(np.float16)

@@ -38,8 +38,8 @@ from calmatch import console, metrics, nets
 from calmatch.data import images as stored
 from calmatch.data.dataset import build
 from calmatch.data.images import ImageFiles
-from calmatch.fit import fit, portfolio
-from calmatch.fit.features import compute_features
+from calmatch.fit import fit, plan, portfolio
+from calmatch.fit.features import compute_blocks
 from calmatch.model import Model, load_model
 from calmatch.options import FitOptions
 from calmatch.runs import Run
@@ -49,6 +49,7 @@ LABELS = (4, 10)
 POOL, NEW = 6000, 2000  # images of a dataset that is not the zoo's
 OPPONENTS = {
     "lr": "LR-CV",
+    "lr_one": "LR-CV, Lite0",
     "alone": "labels alone",
     "knn": "1-NN",
     "kmeans": "soft k-means",
@@ -62,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("zoo", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--net", default="efficientnet_lite0")
+    parser.add_argument("--net", default=plan.SEVERAL)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--tta", type=int)
     parser.add_argument("--labels", type=int, nargs="*", default=LABELS)
@@ -166,12 +167,14 @@ def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, An
         }
         for shown in (views, None)
     )
+    one = {p: read_features(folder / p, tuple(truth[p]), plan.ONE, None) for p in parts}
     return {
         **score(task, run, model, seen["new"]),
         "kept": run.result.kept,
         "views": len(views),
         "seconds": seconds,
         **score_opponents(task, plain, seen),
+        "lr_one": logistic_regression(task, {p: one[p].last[0] for p in parts}),
     }
 
 
@@ -185,7 +188,7 @@ def read_features(folder: Path, names: Any, net: str, views: Any) -> portfolio.F
         key = f"pictures-{stored.stamp_files(images)}"
         cached = stored.cached_array(key, images.shape, lambda _: None)
         images = stored.CachedImages(cached, torch.arange(len(names)), key)
-    return compute_features(extractor, images, True)
+    return compute_blocks(extractor, images, True).some()
 
 
 def score(task: Task, run: Run, model: Model, new: portfolio.Features) -> dict[str, Any]:
@@ -218,18 +221,11 @@ def score_opponents(
 ) -> dict[str, float]:
     """What scikit-learn gets on features of the plain view; labels alone on those of all views."""
     pool, shown = (plain[part].last[0] for part in ("pool", "new"))
-    scaler = StandardScaler().fit(pool)
-    x, new = scaler.transform(pool), scaler.transform(shown)
-    known, classes = task.known, task.classes
-    y = np.array([classes.index(known[f]) if f in known else -1 for f in task.truth["pool"]])
-    tested, own = task.ids("new", task.truth["new"]).numpy(), y >= 0
-    strengths = np.logspace(-4, 0, 5)
+    x, new, y = standardise(task, {"pool": pool, "new": shown})
+    classes, own = task.classes, y >= 0
+    tested = task.ids("new", task.truth["new"]).numpy()
     base = CalibratedClassifierCV(SVC(kernel="linear", random_state=0), ensemble=False, cv=4)
-    settled = {"l1_ratios": (0,), "use_legacy_attributes": False, "max_iter": 300}
-    ways: dict[str, Any] = {
-        "lr": LogisticRegressionCV(Cs=strengths, cv=4, scoring="neg_log_loss", **settled),
-        "knn": KNeighborsClassifier(1, metric="cosine"),
-    }
+    ways: dict[str, Any] = {"knn": KNeighborsClassifier(1, metric="cosine")}
     guesses = {name: way.fit(x[own], y[own]).predict(new) for name, way in ways.items()}
     ways = {
         "spreading": LabelSpreading("knn", n_neighbors=10),
@@ -241,7 +237,25 @@ def score_opponents(
     alone = portfolio.fit_logistic(seen["pool"], rows, y[rows], len(classes), bar)
     means = np.mean(seen["new"].last, 0)
     guesses["alone"] = (means @ alone.weights[:-1] + alone.weights[-1]).argmax(1)
-    return {name: float((guess != tested).mean()) for name, guess in guesses.items()}
+    wrong = {name: float((guess != tested).mean()) for name, guess in guesses.items()}
+    return {"lr": logistic_regression(task, {"pool": pool, "new": shown}), **wrong}
+
+
+def standardise(task: Task, plain: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Features of pool and new pictures by the pool's mean and deviation; labels, -1 unknown."""
+    scaler, known = StandardScaler().fit(plain["pool"]), task.known
+    y = [task.classes.index(known[f]) if f in known else -1 for f in task.truth["pool"]]
+    return *(scaler.transform(plain[part]) for part in ("pool", "new")), np.array(y)
+
+
+def logistic_regression(task: Task, plain: dict[str, Any]) -> float:
+    """Its error in new/, C by cross-validation."""
+    x, new, y = standardise(task, plain)
+    settled = {"l1_ratios": (0,), "use_legacy_attributes": False, "max_iter": 300}
+    way = LogisticRegressionCV(
+        Cs=np.logspace(-4, 0, 5), cv=4, scoring="neg_log_loss", **settled
+    ).fit(x[y >= 0], y[y >= 0])
+    return float((way.predict(new) != task.ids("new", task.truth["new"]).numpy()).mean())
 
 
 def soft_kmeans(pool: Any, new: Any, y: Any) -> Any:
@@ -333,10 +347,10 @@ def shorten(block: str) -> str:
     for line in block.splitlines():
         cells = line.split(" | ") if line.startswith("| ") else []
         if cells:
-            cells = [cells[k].strip("| ") for k in (0, 1, 2, 5, 8, 9)]
+            cells = [cells[k].strip("| ") for k in (0, 1, 2, 3, 6, 9, 10)]
             line = f"| {' | '.join(cells)} |"
         elif line.startswith("|---"):
-            line = "|---|" + "---:|" * 5
+            line = "|---|" + "---:|" * 6
         lines.append(line)
     return "\n".join(lines)
 

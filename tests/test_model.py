@@ -29,6 +29,7 @@ FAMILIES = [
     ("wrn_28_2", 32),
     ("vit_tiny_patch2_32", 16),
     ("efficientnet_lite0(pretrained=False)", 32),
+    ("efficientnet_lite012(pretrained=False)", 32),
     ("timm.resnet18", 32),
     ("timm.vit_tiny_patch16_224(img_size=32)", 32),
 ]

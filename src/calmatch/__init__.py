@@ -1,7 +1,5 @@
 """calmatch: semi-supervised image classifiers whose confidence can be believed."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +39,7 @@ WHERE = {
 __all__ = ["load", "train", "train_seeds", *MODULES, *WHERE]
 
 
-def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> Model:
+def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> "Model":
     """The model in a run folder, or at `hf://user/name` on the Hub; it computes on `device`.
 
     `load("runs/mine").predict("x.jpg")`; `trust` imports code that the model names.
@@ -55,7 +53,7 @@ def load(folder: Path | str, *, device: str = "cpu", trust: bool = False) -> Mod
     return load_model(folder, device=device, trust=trust)
 
 
-def train(config: Config, out: Path | str | None = None, *, quiet: bool = False) -> Run:
+def train(config: "Config", out: Path | str | None = None, *, quiet: bool = False) -> "Run":
     """Train one run (see `recipes`) into its folder; the same call again continues or returns it.
 
     By default the folder is `runs/` and a name made from the config.
@@ -64,8 +62,8 @@ def train(config: Config, out: Path | str | None = None, *, quiet: bool = False)
 
 
 def train_seeds(
-    config: Config, seeds: Sequence[int], out: Path | str | None = None, *, quiet: bool = False
-) -> list[Run]:
+    config: "Config", seeds: Sequence[int], out: Path | str | None = None, *, quiet: bool = False
+) -> list["Run"]:
     """Train several seeds side by side on one device, each as if alone.
 
     `out` holds a folder for each (`seed0`, ...); of a single seed it is the run folder itself.

@@ -1,7 +1,5 @@
 """A trained model as two files, loaded without running code: probabilities, sets, sure or not."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -47,7 +45,7 @@ class Answer(NamedTuple):
 class Model:
     """A trained classifier with its calibration and its promises."""
 
-    network: Network
+    network: "Network"
     classes: tuple[str, ...]
     size: int
     calibration: Scaling = field(default_factory=lambda: Scaling("identity"))
@@ -56,7 +54,7 @@ class Model:
     provenance: dict[str, Any] = field(default_factory=dict)
     note: dict[str, Any] = field(default_factory=dict)  # model.json as it was read
     folder: Path | None = field(default=None, repr=False)  # it was loaded from
-    _quick: Network | None = field(default=None, init=False, repr=False)
+    _quick: "Network | None" = field(default=None, init=False, repr=False)
 
     def _repr_html_(self) -> str:
         from calmatch.metrics import as_html, read_predictions_for_html
@@ -83,7 +81,7 @@ class Model:
         text = json.dumps(self.note, sort_keys=True)
         return f"calmatch-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
-    def to(self, device: torch.device | str) -> Model:
+    def to(self, device: torch.device | str) -> "Model":
         """The same model, moved."""
         self.network.to(device)
         self._quick = None
@@ -95,7 +93,7 @@ class Model:
         return self.network.mean.device
 
     @property
-    def quick(self) -> Network:
+    def quick(self) -> "Network":
         """The network with its layers fused, made at the first prediction."""
         if self._quick is None:
             quick, own = self.network, self.network.net

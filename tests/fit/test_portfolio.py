@@ -195,9 +195,9 @@ def test_features_are_computed_once_and_are_the_networks(tmp_path, monkeypatch):
     extractor = extractor.showing(augment.tta_views(3, 16))
     source = extractor.views.source
     images, _ = decode_folder(read_folder(blobs(tmp_path / "pics")), source, squash=True)
-    first = features.compute_features(extractor, images, True)
+    first = features.compute_blocks(extractor, images, True).some()
     monkeypatch.setattr(features, "_compute", lambda *_: pytest.fail("computed again"))
-    again = features.compute_features(extractor, images, True)
+    again = features.compute_blocks(extractor, images, True).some()
     assert len(first.last) == 3
     assert all(np.array_equal(a, b) for a, b in zip(first.last, again.last, strict=True))
     pixels = images.take(range(len(images)))

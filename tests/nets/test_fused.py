@@ -26,6 +26,7 @@ def built(name: str, size: int) -> nn.Module:
     [
         ("efficientnet_lite0(pretrained=False)", 64, 49),
         ("efficientnet_lite0(pretrained=False)", 75, 49),  # "same" padding of odd maps
+        ("efficientnet_lite012(pretrained=False)", 64, 177),
         ("timm.resnet18", 64, 20),
         ("wrn_28_2", 32, 13),
         ("timm.vit_tiny_patch16_224(img_size=32)", 32, 0),

@@ -136,6 +136,22 @@ def test_every_network_returns_logits_and_features(name):
     assert out.features.shape == (2, nets.feature_size(net, size))
 
 
+def test_networks_side_by_side_give_the_features_of_each():
+    torch.manual_seed(0)
+    joined = nets.build("efficientnet_lite012(pretrained=False)", 4, 64).eval()
+    images, parts = torch.randn(2, 3, 64, 64), []
+    for number, model in enumerate(joined.model.models):
+        own = nets.build(f"efficientnet_lite{number}(pretrained=False)", 4, 64).eval()
+        own.model.load_state_dict(model.state_dict(), strict=False)  # all but its classifier
+        parts.append(nets.pooled_features(own, images))
+    last, stages = nets.pooled_features(joined, images)
+    torch.testing.assert_close(last, torch.cat([part for part, _ in parts], 1))
+    halves = [part.chunk(2, 1) for _, part in parts]  # means, then deviations
+    torch.testing.assert_close(stages, torch.cat([h[k] for k in (0, 1) for h in halves], 1))
+    assert [last.shape[1], stages.shape[1]] == joined.model.widths
+    torch.testing.assert_close(joined(images).features, last)
+
+
 def test_any_timm_model_by_name():
     net = nets.build("timm.resnet10t(in_chans=3)", 4, 32).eval()
     assert net(torch.randn(2, 3, 32, 32)).logits.shape == (2, 4)

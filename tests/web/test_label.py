@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -326,9 +327,10 @@ def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> 
         draw = np.random.default_rng(0)
         rows = draw.standard_normal((len(images), 64)) + 6 * np.eye(64)[np.arange(len(images)) % 9]
         seconds["features"] = time.process_time()
-        return portfolio.Features([np.asarray(np.abs(rows), np.float32)])
+        features = portfolio.Features([np.asarray(np.abs(rows), np.float32)])
+        return types.SimpleNamespace(some=lambda: features)
 
-    monkeypatch.setattr(label, "compute_features", compute)
+    monkeypatch.setattr(label, "compute_blocks", compute)
     monkeypatch.setattr(label, "choose_network", lambda *_: ("tiny", True, []))
     monkeypatch.setattr(
         label, "decode_folder", lambda listed, *_, **__: (list(listed.names), listed)

@@ -1,7 +1,5 @@
 """Runs of a suite as processes on this machine: jobs, workers and progress."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math
@@ -194,7 +192,7 @@ def local_devices() -> tuple[str, list[str]]:
 
 def run_locally(
     jobs: Sequence[Job],
-    progress: SuiteProgress,
+    progress: "SuiteProgress",
     workers: Sequence[Worker],
     signals: Sequence[int],
     minutes: float = math.inf,
@@ -247,7 +245,7 @@ def run_locally(
             process.kill()
 
 
-def _next_bundle(waiting: list[Job], progress: SuiteProgress, most: int) -> tuple[Job, ...]:
+def _next_bundle(waiting: list[Job], progress: "SuiteProgress", most: int) -> tuple[Job, ...]:
     """The next run that nobody else works on, with others that differ in their seeds only."""
     bundle: list[Job] = []
     for job in list(waiting):
@@ -267,7 +265,7 @@ def _next_bundle(waiting: list[Job], progress: SuiteProgress, most: int) -> tupl
 
 
 def record_exit(
-    job: Job, code: int, progress: SuiteProgress, stopping: bool, log: Job | None = None
+    job: Job, code: int, progress: "SuiteProgress", stopping: bool, log: Job | None = None
 ) -> None:
     """What a process that ended means for one of its runs; `log` is the run that has its log."""
     if code == 0:

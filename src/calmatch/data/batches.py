@@ -1,7 +1,5 @@
 """Which images are labelled, and every step's batch: pure functions of the seed and the step."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -152,9 +150,9 @@ class Batches:
     def __init__(
         self,
         method: Method,
-        labelled: Source,
+        labelled: "Source",
         labels: Tensor,
-        unlabelled: Source,
+        unlabelled: "Source",
         views: Mapping[str, Transform],
         statistics: tuple[Sequence[float], Sequence[float]],
         *,
@@ -251,7 +249,7 @@ class Order:
 
 def place_images(
     images: Images, rows: Tensor, device: torch.device, kind: str, memory: float, workers: int
-) -> Source:
+) -> "Source":
     """Resident where the rows need at most this share of free memory, streamed otherwise."""
     if isinstance(images, CachedImages) and device.type == "cpu" and kind != "stream":
         # they stay in their file, of which the system's own cache holds what is used
@@ -331,7 +329,7 @@ class Stream:
         for images in self._load(torch.arange(len(self)).split(size)):
             yield images.to(self.device)
 
-    def some(self, rows: Tensor) -> Stream:
+    def some(self, rows: Tensor) -> "Stream":
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
 
     def _copy_next(self) -> Tensor:

@@ -1,7 +1,5 @@
 """A person's own images: class folders, or a folder and a file of a few labels."""
 
-from __future__ import annotations
-
 import csv
 import difflib
 import io
@@ -42,7 +40,7 @@ class ImageFolder(NamedTuple):
     skipped: tuple[Skipped, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def some(self, rows: Sequence[int]) -> ImageFolder:
+    def some(self, rows: Sequence[int]) -> "ImageFolder":
         """Only these rows."""
         names, labels = tuple(self.names[k] for k in rows), tuple(self.labels[k] for k in rows)
         return self._replace(names=names, labels=labels)

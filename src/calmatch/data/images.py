@@ -1,7 +1,5 @@
 """Image files decoded, resized and kept in a cache on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
@@ -101,7 +99,7 @@ class ImageFiles:
             return torch.zeros(0, *self.shape[1:], dtype=torch.uint8)
         return torch.from_numpy(np.stack([self.image(row) for row in rows]))
 
-    def some(self, rows: Sequence[int]) -> ImageFiles:
+    def some(self, rows: Sequence[int]) -> "ImageFiles":
         return replace(self, names=tuple(self.names[row] for row in rows))
 
 
@@ -109,7 +107,7 @@ class ImageFiles:
 class CachedImages:
     """Rows of decoded images in a file of the cache: read when asked for, never held."""
 
-    file: MappedArray  # uint8 [M, 3, H, W]
+    file: "MappedArray"  # uint8 [M, 3, H, W]
     rows: Tensor  # [N]
     key: str  # of the file, which says what it holds
 
@@ -123,7 +121,7 @@ class CachedImages:
     def take(self, rows: Sequence[int] | Tensor) -> Tensor:
         return self.file.take(self.rows[rows])
 
-    def some(self, rows: Sequence[int] | Tensor) -> CachedImages:
+    def some(self, rows: Sequence[int] | Tensor) -> "CachedImages":
         return replace(self, rows=self.rows[rows])
 
 
@@ -365,9 +363,8 @@ def compute_ordered(
 ) -> Iterator[T]:
     """compute(read(item)) for each item, in order: `read` decodes a batch, `compute` is a network.
 
-    On a CPU each of some threads does both for a batch of its own, with its share of the cores, so
-    that none ever waits for another; for a GPU they read ahead while this one computes. `workers`
-    are the threads; 0: one for each core.
+    On a CPU each of `workers` threads (0: one a core) does both for a batch of its own, with its
+    share of the cores, so that none waits for another; for a GPU they read ahead while it computes.
     """
     before, alone = torch.get_num_threads(), device.type == "cpu"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -120,7 +120,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     if options.method is not None:
         candidates.append(_fit_method_head(options, seen, labelled, y, candidates[0]))
     student, refinement = candidates[0], None
-    if can_refine(job, extractor.device):
+    if can_refine(job, extractor.device, len(labelled)):
         some: Any = images.some(rows)
         refinement = Refinement(job, extractor, embedding, teachers, some, labelled, y, student)
         line = "  The whole network does not fit into the device's memory."
@@ -168,8 +168,11 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
         settled = plan.plan_features(job, extractor, grey, ray)
         job.save(settled)
     known = are_tta(settled.get("views")) and isinstance(settled.get("note"), str)
-    if not known or type(settled.get("images")) is not int:
+    net = settled.get("net")
+    if not known or net not in (job.net, plan.ONE) or type(settled.get("images")) is not int:
         raise ValueError(f"Another version planned {job.folder}; choose another --out.")
+    if net == plan.ONE != job.net:
+        extractor = portfolio.load_extractor(net, options.size, extractor.device)
     notes = (*job.notes, settled["note"])
     own = listed.some(_pool_rows(np.array(listed.labels), settled["images"], options.seed))
     extractor = extractor.showing([augment.View(*view) for view in settled["views"]])

@@ -4,8 +4,6 @@ Heads on vectors learn here too: vectors pass for images of one pixel and many c
 batches, loop and evaluation are the ones of whole networks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class HeldOut(NamedTuple):
     folds: int  # predicted by so many fold models; 0: held out, by the model itself
 
 
-def cross_validate(frozen: FrozenRun, *, quiet: bool = True) -> HeldOut:
+def cross_validate(frozen: "FrozenRun", *, quiet: bool = True) -> HeldOut:
     """Refit the head without each fold, not even as unlabelled images, and predict that fold."""
     split, config = frozen.split, frozen.config
     own = frozen.labels[torch.tensor(split.labelled)].tolist()

@@ -52,13 +52,6 @@ class FeatureBlocks(NamedTuple):
         return Features([*last], [*stages] if self.width > self.last else None)
 
 
-def compute_features(extractor: Extractor, images: Images, quiet: bool) -> Features:
-    """Features of all images in memory, from the cache where they are there."""
-    blocks = compute_blocks(extractor, images, quiet)
-    assert len(blocks.rows) == len(images), "a file cannot be decoded"
-    return blocks.some()
-
-
 def compute_blocks(
     extractor: Extractor, images: Images, quiet: bool, ray: Any = None
 ) -> FeatureBlocks:

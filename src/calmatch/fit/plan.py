@@ -16,8 +16,8 @@ from calmatch.core import Method
 from calmatch.data.batches import folds
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import ImageFiles, Images, take_images
+from calmatch.fit import portfolio
 from calmatch.fit.portfolio import FITS, Extractor, time_call, time_image, time_student
-from calmatch.fit.portfolio import MOST as MOST_SEEN
 from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
 from calmatch.predict import count_workers
 from calmatch.training.config import Config, check_config
@@ -25,9 +25,10 @@ from calmatch.training.step import new_training
 
 METHOD = "freematch"  # of a whole network
 PENALTY = "margin(cap=0.98)"
-MOST_TTA, CPU_TTA = 12, 5  # views of an image whose features are averaged
+MOST_TTA, CPU_TTA, SEVERAL_TTA = 12, 5, 3  # views of an image whose features are averaged
 STRONG = f"{DINO}(pretrained=True, img_size=224)"
-PRETRAINED = ("efficientnet_lite0", "timm.tf_efficientnet_lite0(pretrained=True)")
+SEVERAL, ONE = "efficientnet_lite012", "efficientnet_lite0"
+PRETRAINED = (SEVERAL, ONE, "timm.tf_efficientnet_lite0(pretrained=True)")
 WRITING = 5.0  # seconds for calibration, files and the page
 FEWEST_SEEN = 200  # unlabelled images that are never dropped
 MOST_LOOKED_AT = 20_000  # unlabelled images; more would settle nothing, and take memory
@@ -153,15 +154,16 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     faster = cores / (os.cpu_count() or 1)  # than this machine, where the cluster has no GPU
     reading = time_decoding(job.listed, own) / faster
     showing = time_image(extractor) / (gpus or faster)
-    student = time_student(min(everything, MOST_SEEN), len(job.listed.classes))
-    most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else CPU_TTA)
+    student = time_student(min(everything, portfolio.MOST), len(job.listed.classes))
+    usual = SEVERAL_TTA if extractor.net == SEVERAL else CPU_TTA
+    most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else usual)
     shape = {"flip": not grey, "larger": not extractor.fixed}
     views = augment.tta_views(most, own, **shape)
     wanted, size, number = len(views), own, everything
 
     def fits() -> bool:
         area = sum((view.size / own) ** 2 for view in views)
-        seen = min(number, MOST_SEEN) / min(everything, MOST_SEEN)
+        seen = min(number, portfolio.MOST) / min(everything, portfolio.MOST)
         seconds = number * (reading + showing * area) + FITS * student * seen
         return seconds <= job.seconds_left() - WRITING
 
@@ -169,9 +171,12 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
         return max(min(everything, labels + FEWEST_SEEN), min(number, kept))
 
     if not fits():
-        number = drop(labels + MOST_SEEN)
+        number = drop(labels + portfolio.MOST)
     while options.tta is None and len(views) > 1 and not fits():
         views.pop()
+    if extractor.net == SEVERAL and options.net is None and not fits():  # then rather one network
+        one = portfolio.load_extractor(ONE, options.size, extractor.device)
+        return plan_features(job, one, grey, ray)
     while options.size is None and not extractor.fixed and size > SMALLEST_SIZE and not fits():
         size = max(SMALLEST_SIZE, size - 32)
         views = augment.tta_views(len(views), size, **shape)
@@ -190,7 +195,8 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
         note += f" For --minutes {options.minutes:g} it does without {', '.join(dropped)}."
     if not fits():
         note += " Even so it will take longer."
-    return {"views": [list(view) for view in views], "note": note, "images": number}
+    lists = [*map(list, views)]
+    return {"net": extractor.net, "views": lists, "note": note, "images": number}
 
 
 def time_decoding(listed: ImageFolder, size: int) -> float:

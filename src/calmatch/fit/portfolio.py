@@ -6,8 +6,6 @@ over the graph of neighbours (Zhou et al., 2004). No balance of classes is assum
 fixed over ten datasets together, none for one of them (research/zoo.md).
 """
 
-from __future__ import annotations
-
 import functools
 import time
 import types
@@ -62,7 +60,7 @@ class Embedding:
     components: tuple[int, ...]
 
     @classmethod
-    def fit(cls, pool: Features, components: Sequence[int] = COMPONENTS) -> Embedding:
+    def fit(cls, pool: Features, components: Sequence[int] = COMPONENTS) -> "Embedding":
         """From all images of the pool, labelled or not."""
         none = np.zeros(0, np.float32)
         self = cls(none, none, 1.0, none, none, none, ())
@@ -428,7 +426,7 @@ class Extractor(NamedTuple):
     views: augment.Views
     device: torch.device
 
-    def showing(self, views: Sequence[augment.View]) -> Extractor:
+    def showing(self, views: Sequence[augment.View]) -> "Extractor":
         """The same network with other views of an image."""
         source = max(view.size for view in views)
         return self._replace(views=augment.Views(views, source).to(self.device))

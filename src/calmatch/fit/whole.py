@@ -24,6 +24,7 @@ from calmatch.runs import load_run
 from calmatch.training.checkpoint import copy_to_host, read_checkpoint, write_checkpoint
 from calmatch.training.loop import train
 
+REFINE_FROM = 100  # labels; from fewer nothing could tell that a refined network is better
 FEW_STEPS, MOST_STEPS = 60, 200  # of one refinement
 LABELLED, UNLABELLED = 32, 64  # images a step
 RESIDENT = 4 * 2**30  # bytes of images that a GPU holds
@@ -137,10 +138,10 @@ def _halve_batch(job: FitJob, plan: FitPlan) -> FitPlan:
     return plan
 
 
-def can_refine(job: FitJob, device: torch.device) -> bool:
+def can_refine(job: FitJob, device: torch.device, labels: int) -> bool:
     """Whether the whole network is tried after the student: only a GPU is quick enough."""
-    options = job.options
-    return device.type == "cuda" and options.freeze is None and options.method is None
+    free = job.options.freeze is None and job.options.method is None
+    return device.type == "cuda" and free and labels >= REFINE_FROM
 
 
 @dataclasses.dataclass

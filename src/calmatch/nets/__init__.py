@@ -19,7 +19,7 @@ from calmatch.core import Output
 
 VITS = "vit_tiny_patch2_32 vit_small_patch2_32 vit_small_patch16_96 vit_base_patch16_96".split()
 Norm = nn.modules.batchnorm._BatchNorm
-LITE = ("efficientnet_lite0", "efficientnet_lite1", "efficientnet_lite2")  # pretrained by default
+LITE = tuple(f"efficientnet_lite{number}" for number in ("0", "1", "2", "012"))  # pretrained
 WIDE = ("wrn_28_2", "wrn_28_8", "wrn_37_2")
 CONVOLUTIONAL = (*LITE, *WIDE, "small", "tiny")  # they take images of any size
 NETS = spec.Lookup({name: f"nets.timm.{name}" for name in VITS})

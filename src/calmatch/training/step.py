@@ -1,7 +1,5 @@
 """One training step and everything that it changes; optimizers and schedule; predictions."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
@@ -25,12 +23,12 @@ OFTEN = 20  # evaluations in a run from which compiling them pays
 Values = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses with statistics, and new state
 
 
-def new_training(config: Config) -> Training:
+def new_training(config: Config) -> "Training":
     """A run before its first step."""
     return make_training(config, build_parts(config))
 
 
-def make_training(config: Config, parts: Parts) -> Training:
+def make_training(config: Config, parts: Parts) -> "Training":
     """Parts of a run with their objective, optimizer and predictor."""
     objective: nn.Module = parts.objective(parts.net)
     cuda = parts.device.type == "cuda"
@@ -97,7 +95,7 @@ class Training:
     parts: Parts
     objective: nn.Module
     optimizer: torch.optim.Optimizer
-    predict: Predictor  # for evaluations on the way: as fast as it trains
+    predict: "Predictor"  # for evaluations on the way: as fast as it trains
     step: int = 0
     sums: Sums = field(default_factory=Sums)
     best: dict[str, Tensor] = field(default_factory=dict)

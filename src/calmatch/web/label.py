@@ -23,7 +23,7 @@ from calmatch import console, files, ops, posthoc
 from calmatch.data import folder
 from calmatch.data import images as stored
 from calmatch.fit import ask, portfolio
-from calmatch.fit.features import compute_features
+from calmatch.fit.features import compute_blocks
 from calmatch.fit.plan import choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
@@ -225,7 +225,7 @@ def open_session(
         pixels, own = folder.decode_folder(listed, extractor.views.source, False, bar, squash=True)
     if len(own.names) < 3:
         raise ValueError(f"{options.pictures} holds {len(own.names)} pictures that can be decoded.")
-    features = compute_features(extractor, pixels, options.quiet)
+    features = compute_blocks(extractor, pixels, options.quiet).some()
     spaces = portfolio.Embedding.fit(features).spaces(features)
     skipped += own.skipped
     return Session(options.pictures, own.names, answers, spaces, len(names), first, skipped)

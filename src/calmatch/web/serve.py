@@ -35,7 +35,9 @@ def serve(options: ServeOptions) -> None:
     if options.batch < 0 or options.workers < 0 or not 0 < largest < float("inf"):
         raise ValueError("--batch and --workers are at least 0, --megabytes and --megapixels more.")
     model = load(options.run, device=str(ops.pick_device(options.device)), trust=options.trust)
-    place, near = listen(options.host, options.port), _is_loopback(options.host)
+    place, near = listen(options.host, options.port), options.host == "localhost"
+    with suppress(ValueError):
+        near = ipaddress.ip_address(options.host).is_loopback
     # whoever knows the token may ask by any name that the machine has
     token = None if near else os.environ.get("CALMATCH_TOKEN") or secrets.token_urlsafe(16)
     service = Service(model, options)
@@ -48,13 +50,6 @@ def serve(options: ServeOptions) -> None:
     line = f"One picture: curl {header}--data-binary @PICTURE {address}predict"
     console.message(line, options.quiet)
     run(app, place)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Service:
