@@ -9,7 +9,12 @@
 #                                .paper/parts of an earlier session; with STEPS compiles
 #                                every cell in the background, so that later runs find it
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
-#   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on
+#   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on. A
+#                                cell of three seeds takes 12 ms a step with 24 runs at once and 60 s
+#                                to start: 4,096 steps of 24 runs need 500 s, and SECONDS 30 s less
+#                                than the call's limit
+#   fit                          carry .paper/small.zip, .paper/lites.zip (the weights of all three
+#                                Lites), .paper/zoo (one set): seconds of fit and predict, how right
 #   tests                        what the tests of the background said
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -67,6 +72,8 @@ runs)
   shift 3
   cifar=(); if [ -e /tmp/cifar10.npz ]; then cifar=(--cifar /tmp/cifar10.npz); fi
   touch /tmp/lines.jsonl
+  # lines come back as they are written: a call that is ended at its limit loses nothing that is done
+  (while sleep 5; do cp /tmp/lines.jsonl "$OUT/"; done) &
   (while sleep 15; do nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; tail -q -n 1 /tmp/work/*/metrics.jsonl 2>/dev/null | cut -c1-70; done) >"$OUT/gpu.log" 2>&1 &
   timeout 590 python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/parts /tmp/work --steps "$steps" \
     --budget-seconds "$seconds" --at-once "$at_once" --lines /tmp/lines.jsonl --done /tmp/lines.jsonl "${cifar[@]}" "$@" \
@@ -79,6 +86,17 @@ for line in map(json.loads, open("/tmp/lines.jsonl")):
     print(line["key"], line["last"]["error"], line["last"]["ece"], line["agree"], line["accepted"], line["seconds"])
 PY
   tail -n 4 "$OUT/gpu.log"; tail -n 8 /tmp/tests.*.log; cp /tmp/tests.*.log "$OUT/"
+  ;;
+fit)
+  for name in small lites; do python3 -m zipfile -e .paper/$name.zip /tmp/carry; done
+  python3 research/gpu_zoo.py .paper/zoo /tmp/fits --at-once 1 --minutes 10
+  mkdir /tmp/many
+  for k in 1 2; do for file in .paper/zoo/*/*/*.jpg; do cp "$file" "/tmp/many/$k-$(basename "$file")"; done; done
+  ls /tmp/many/*.jpg | tail -n +1501 | xargs rm -f
+  for k in 1 2; do
+    ls /tmp/many | wc -l
+    time python3 -m calmatch predict /tmp/fits/*-4-0 /tmp/many -o "$OUT/many.csv" --quiet
+  done
   ;;
 tests)
   tail -n 30 /tmp/tests.*.log

@@ -52,6 +52,15 @@ def test_the_card_says_what_the_run_says_and_not_where_it_lay(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("net", "library"), [(LITE, None), (LITE.replace("0", "012"), "calmatch")])
+def test_only_a_network_that_timm_has_is_written_as_timms(tmp_path, net, library):
+    (tmp_path / "out").mkdir()
+    hub.write_repository(hub.load_run(finished(tmp_path / "run", net, 32)), tmp_path / "out", "a/b")
+    config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
+    assert config.get("library_name") == library
+    assert config.get("architecture") == (None if library else "tf_efficientnet_lite0")
+
+
 @pytest.mark.parametrize(("pictures", "measured"), [(199, False), (200, True)])
 def test_the_card_shows_calibration_only_where_fit_would(tmp_path, pictures, measured):
     (tmp_path / "out").mkdir()

@@ -70,10 +70,11 @@ def write_repository(run: Run, place: Path, name: str) -> None:
     note["provenance"].pop("command", None)
     files.write_json(place / "model.json", note)
     weights = safetensors.torch.load_file(files.regular(run.folder / "model.safetensors"))
-    in_timm = all(key.startswith(PREFIX) for key in weights)
-    if in_timm:
+    body: Any = model.network.net.body
+    config = body.model.pretrained_cfg if all(key.startswith(PREFIX) for key in weights) else {}
+    if in_timm := bool(config.get("architecture")):
         weights = {key.removeprefix(PREFIX): value for key, value in weights.items()}
-        _write_timm_config(model.network.net.body, model, place / "config.json")
+        _write_timm_config(body, model, place / "config.json")
     else:
         facts = {"library_name": "calmatch", "net": note["net"], "label_names": note["classes"]}
         files.write_json(place / "config.json", facts)

@@ -145,7 +145,7 @@ class LabelOptions:
     labels: Path = Path("labels.csv")
     # A run folder made by fit: the pictures it would label next are asked for first.
     first: Path | None = None
-    net: str | None = None  # The network whose features tell what is alike; unset: as fit chooses.
+    net: str | None = None  # Whose features tell what is alike; unset: as fit, but one network.
     port: int = 8765  # Of the page; another one where this is taken.
     no_browser: Flag = False  # Print the address and open nothing.
     device: str = "auto"  # cuda, mps, cpu, or auto.

@@ -155,8 +155,8 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     reading = time_decoding(job.listed, own) / faster
     showing = time_image(extractor) / (gpus or faster)
     student = time_student(min(everything, portfolio.MOST), len(job.listed.classes))
-    usual = SEVERAL_TTA if extractor.net == SEVERAL else CPU_TTA
-    most = options.tta or (MOST_TTA if extractor.device.type == "cuda" else usual)
+    usual = MOST_TTA if extractor.device.type == "cuda" else CPU_TTA
+    most = options.tta or (SEVERAL_TTA if extractor.net == SEVERAL else usual)
     shape = {"flip": not grey, "larger": not extractor.fixed}
     views = augment.tta_views(most, own, **shape)
     wanted, size, number = len(views), own, everything
@@ -195,8 +195,7 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
         note += f" For --minutes {options.minutes:g} it does without {', '.join(dropped)}."
     if not fits():
         note += " Even so it will take longer."
-    lists = [*map(list, views)]
-    return {"net": extractor.net, "views": lists, "note": note, "images": number}
+    return {"net": extractor.net, "views": [*map(list, views)], "note": note, "images": number}
 
 
 def time_decoding(listed: ImageFolder, size: int) -> float:

@@ -136,7 +136,7 @@ class EfficientNetLite(nn.Module):
     def __init__(self, number: int, classes: int) -> None:
         super().__init__()
         size, wide, deep = ((224, 1.0, 1.0), (240, 1.0, 1.1), (260, 1.1, 1.2))[number]
-        own = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "input_size": (3, size, size)}
+        own: dict[str, Any] = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "input_size": (3, size, size)}
         names = {"first_conv": "conv_stem", "classifier": "classifier"}
         self.pretrained_cfg = {**own, **names, "architecture": f"tf_efficientnet_lite{number}"}
         self.num_features, inside, stages = 1280, 32, []
@@ -183,10 +183,9 @@ class Joined(EfficientNetLite):
     def __init__(self, classes: int, nets: Sequence[Modelled]) -> None:
         nn.Module.__init__(self)
         self.models = nn.ModuleList(net.model for net in nets)
-        self.pretrained_cfg = dict(nets[0].model.pretrained_cfg)  # its input is that of all
+        self.pretrained_cfg = {**nets[0].model.pretrained_cfg, "architecture": None}  # not timm's
         self.widths = [sum(net.model.widths[k] for net in nets) for k in (0, 1)]
-        self.num_features = self.widths[0]
-        self.classifier = nn.Linear(self.num_features, classes)
+        self.classifier = nn.Linear(self.widths[0], classes)
         for model in self.models:
             model.classifier = nn.Identity()
 

@@ -24,7 +24,7 @@ from calmatch.data import folder
 from calmatch.data import images as stored
 from calmatch.fit import ask, portfolio
 from calmatch.fit.features import compute_blocks
-from calmatch.fit.plan import choose_network
+from calmatch.fit.plan import ONE, SEVERAL, choose_network
 from calmatch.options import FitOptions, LabelOptions
 from calmatch.runs import load_examples
 from calmatch.web import build_app, listen, need_server, page_routes, run
@@ -218,6 +218,7 @@ def open_session(
     chosen = tuple(name for name in order if name in pool)
     device = ops.pick_device(options.device)
     net, _, notes = choose_network(FitOptions(options.pictures, net=options.net), device)
+    net = ONE if net == SEVERAL and options.net is None else net  # the page shall begin soon
     console.message(notes, options.quiet)
     extractor = portfolio.load_extractor(net, None, device)
     listed = folder.ImageFolder(options.pictures, chosen, (-1,) * len(chosen), ())
