@@ -74,7 +74,7 @@ def crossfit_temperature(out_of_fold_logits: Any, labels: Any) -> Scaling:
 
     Row i must be predicted by a model that was NOT trained on label i (out of fold). Of labels that
     are all right the likelihood alone asks for 0, certainty. So b = 1 / temperature gets a Gamma
-    prior with its mode at 1 and weight 2 (labels): the loss is 2 (b - 1 - log b) more, and convex.
+    prior with its mode at 1 and weight 2: 2 (b - 1 - log b), which some dozens of labels outweigh.
     """
     z, y = check_logits(out_of_fold_logits, labels)
     return Scaling("temperature", {"temperature": _temperature(z, y, PRIOR_WEIGHT)}, len(y))
