@@ -5,9 +5,9 @@
 #   setup [STEPS [words]]        carry .paper/small.zip (or full.zip: all of tools/carry.sh's folder, to
 #                                start the GPU tests in the background too), .paper/eurosat.npz,
 #                                .paper/cifar10.npz, .paper/features.npz and more of its kind
-#                                (`paper_runs.py teach`), .paper/lite.zip for a teacher,
-#                                .paper/parts of an earlier session; with STEPS compiles
-#                                every cell in the background, so that later runs find it
+#                                (`paper_runs.py teach`), .paper/lite.zip for a teacher; with STEPS
+#                                compiles every cell in the background, so that later runs find it
+#   parts                        carry .paper/parts: `pretrain` goes on from it (too large for setup's)
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
 #   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on. A
 #                                cell of three seeds takes 12 ms a step with 24 runs at once and 60 s
@@ -38,7 +38,6 @@ setup)
     cd -
     wc -l /tmp/gpu_tests
   fi
-  if [ -e .paper/parts ]; then cp -r .paper/parts /tmp/parts; fi # of an earlier session
   nvidia-smi -L && nproc
   if [ $# = 0 ]; then exit; fi
   python3 - <<'PY'
@@ -60,9 +59,11 @@ PY
     done; done' >/dev/null 2>&1 </dev/null & # compiled is all it shall be
   sleep 5; cat /tmp/warm.log
   ;;
+parts) cp -r .paper/parts /tmp/parts ;;
 pretrain)
   cp .paper/*.npz /tmp/
-  timeout 570 python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts --minutes "$@" 2>&1 | tee "$OUT/pretrain.log"
+  start=(); if [ -e /tmp/parts ]; then mv /tmp/parts /tmp/start && start=(--start /tmp/start); fi
+  timeout 570 python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts "${start[@]}" --minutes "$@" 2>&1 | tee "$OUT/pretrain.log"
   cp -r /tmp/parts "$OUT/parts"
   timeout 60 python3 research/paper_runs.py probe /tmp/eurosat.npz /tmp/parts --tested 2700
   tail -n 3 /tmp/warm.log; ls /tmp/warm; tail -n 2 /tmp/tests.*.log; uptime
