@@ -9,10 +9,11 @@
 #                                compiles every cell in the background, so that later runs find it
 #   parts                        carry .paper/parts: `pretrain` goes on from it (too large for setup's)
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
-#   runs STEPS SECONDS AT_ONCE [words]   cells until the time is up; the same call again goes on. A
-#                                cell of three seeds takes 12 ms a step with 24 runs at once and 60 s
-#                                to start: 4,096 steps of 24 runs need 500 s, and SECONDS 30 s less
-#                                than the call's limit
+#   runs STEPS SECONDS AT_ONCE [words]   carry .paper/eurosat.npz, .paper/cifar10.npz: cells in the
+#                                background until the time is up; 24 runs of 4,096 steps take 45 s
+#                                to start if compiled before, 450 s, and a minute to measure
+#   watch SECONDS                waits for them; lines come back as they are written: a call that is
+#                                ended at its limit loses nothing that is done
 #   fit                          carry .paper/small.zip, .paper/lites.zip (the weights of all three
 #                                Lites), .paper/zoo (one set): seconds of fit and predict, how right
 #   tests                        what the tests of the background said
@@ -71,22 +72,25 @@ pretrain)
 runs)
   steps=$1 seconds=$2 at_once=$3
   shift 3
+  cp .paper/*.npz /tmp/
   cifar=(); if [ -e /tmp/cifar10.npz ]; then cifar=(--cifar /tmp/cifar10.npz); fi
   touch /tmp/lines.jsonl
-  # lines come back as they are written: a call that is ended at its limit loses nothing that is done
-  (while sleep 5; do cp /tmp/lines.jsonl "$OUT/"; done) &
-  (while sleep 15; do nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; tail -q -n 1 /tmp/work/*/metrics.jsonl 2>/dev/null | cut -c1-70; done) >"$OUT/gpu.log" 2>&1 &
-  timeout 590 python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/parts /tmp/work --steps "$steps" \
+  # the tree of this call is replaced by the next one's
+  cp -r . /tmp/runs && cd /tmp/runs && export PYTHONPATH=/tmp/runs/src:/tmp/carry
+  TORCHINDUCTOR_COMPILE_THREADS=3 setsid nohup python3 research/paper_runs.py runs /tmp/eurosat.npz /tmp/parts /tmp/work --steps "$steps" \
     --budget-seconds "$seconds" --at-once "$at_once" --lines /tmp/lines.jsonl --done /tmp/lines.jsonl "${cifar[@]}" "$@" \
-    2>&1 | tail -n 40
-  cp /tmp/lines.jsonl "$OUT/lines.jsonl"; cp "$(ls -t /tmp/work/*/run.log | head -n 1)" "$OUT/run.log"
-  python3 - <<'PY'
-import json
-
-for line in map(json.loads, open("/tmp/lines.jsonl")):
-    print(line["key"], line["last"]["error"], line["last"]["ece"], line["agree"], line["accepted"], line["seconds"])
-PY
-  tail -n 4 "$OUT/gpu.log"; tail -n 8 /tmp/tests.*.log; cp /tmp/tests.*.log "$OUT/"
+    >/tmp/runs.log 2>&1 </dev/null &
+  sleep 5; cat /tmp/runs.log
+  ;;
+watch)
+  for _ in $(seq $(($1 / 5))); do
+    sleep 5
+    cp /tmp/lines.jsonl "$OUT/"
+    (date +%T; nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader; tail -q -n 1 /tmp/work/*/metrics.jsonl 2>/dev/null | cut -c1-40 | sort | uniq -c) >>"$OUT/gpu.log" 2>&1
+    pgrep -f 'paper_runs.py runs' >/dev/null || break
+  done
+  cp /tmp/lines.jsonl /tmp/runs.log "$OUT/"; cp "$(ls -t /tmp/work/*/run.log | head -n 1)" "$OUT/run.log"
+  tail -n 30 /tmp/runs.log; tail -n 12 "$OUT/gpu.log"; wc -l /tmp/lines.jsonl
   ;;
 fit)
   for name in small lites; do python3 -m zipfile -e .paper/$name.zip /tmp/carry; done

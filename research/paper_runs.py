@@ -562,16 +562,25 @@ def make_jobs(options: argparse.Namespace, weights: Path) -> list[engine.Job]:
 
 
 class Collector(engine.SuiteProgress):
-    """Writes a run's line as soon as it is finished."""
+    """Writes a run's line as soon as it has a result, whatever its process still does."""
 
     def __init__(self, jobs: list[engine.Job], options: argparse.Namespace) -> None:
         super().__init__("paper runs", jobs)
-        self.lines, self.network = options.lines, options.network
+        self.lines, self.network, self.written = options.lines, options.network, set[str]()
         self.lines.parent.mkdir(parents=True, exist_ok=True)
 
     def move(self, job: engine.Job, state: str, note: str = "") -> None:
         super().move(job, state, note)
-        if state in ("finished", "kept"):
+        self.collect(job)
+
+    def tick(self) -> None:
+        super().tick()
+        for job in self.items:
+            self.collect(job)
+
+    def collect(self, job: engine.Job) -> None:
+        if job.name not in self.written and (job.folder / "result.json").exists():
+            self.written.add(job.name)
             with self.lines.open("a") as file:
                 file.write(json.dumps(make_line(job, self.network)) + "\n")
 

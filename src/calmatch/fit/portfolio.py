@@ -9,6 +9,7 @@ fixed over ten datasets together, none for one of them (research/zoo.md).
 import functools
 import time
 import types
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 
 from calmatch import augment, nets, ops, posthoc, spec
+from calmatch.data.images import compute_ordered
 from calmatch.nets import fuse
 
 Array = NDArray[np.float32]
@@ -493,22 +495,27 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
     target.load_state_dict({k: v for k, v in state if own[k].shape == v.shape}, strict=False)
 
 
-def time_image(extractor: Extractor, images: int = 16) -> float:
-    """Seconds of one plain view of one image."""
-    size = extractor.size
+def time_image(extractor: Extractor) -> float:
+    """Seconds of one plain view of one image, where each core has a batch of its own."""
+    size, images = extractor.size, nets.batch_size(extractor.device)
     pixels = torch.randint(0, 256, (images, 3, size, size), dtype=torch.uint8)
-    extractor(pixels).sum().item()  # the first time is slower
-    return time_call(lambda: extractor(pixels).sum().item()) / images
+    threads = torch.get_num_threads() if extractor.device.type == "cpu" else 1
+
+    def show(batches: int) -> None:
+        parts = (range(batches), lambda _: pixels, lambda some: extractor(some).sum().item())
+        deque(compute_ordered(*parts, extractor.device), 0)
+
+    show(threads)  # the first time is slower
+    return time_call(lambda: show(2 * threads)) / (2 * threads * images)
 
 
 def time_student(images: int, classes: int, rounds: int = 4) -> float:
-    """Seconds of one student: rounds of its regression are timed, its teachers cost as much."""
+    """Seconds of one student: some sixteen rounds of its regression, its teachers included."""
     inputs = np.random.default_rng(0).normal(1, 1, (images, COMPONENTS[-1])).astype(np.float32)
     targets = np.full((images, classes), 1 / classes, np.float32)
     targets[:, 0] += inputs[:, 0]
-    with BLAS.limit(limits=1, user_api="blas"):
-        seconds = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds))
-    return seconds * 2 * 60 / rounds
+    fit_linear(inputs[:9], targets[:9], DECAY, 1)  # the first time is slower
+    return time_call(lambda: fit_linear(inputs, targets, DECAY, rounds)) * 16 / rounds
 
 
 def time_call(act: Callable[[], Any], times: int = 1) -> float:
