@@ -5,9 +5,10 @@
 #   setup [STEPS [words]]        carry .paper/small.zip (or full.zip: all of tools/carry.sh's folder, to
 #                                start the GPU tests in the background too), .paper/eurosat.npz,
 #                                .paper/cifar10.npz, .paper/features.npz and more of its kind
-#                                (`paper_runs.py teach`), .paper/lite.zip for a teacher; with STEPS
+#                                (`paper_runs.py teach`), .paper/lite.zip for a teacher, .paper/parts
+#                                (`paper_runs.py adopt`) that `pretrain` goes on from; with STEPS
 #                                compiles every cell in the background, so that later runs find it
-#   parts                        carry .paper/parts: `pretrain` goes on from it (too large for setup's)
+#                                (--cifar /tmp/eurosat.npz does for CIFAR-10's: shapes are the same)
 #   pretrain MINUTES [words]     carry .paper/tiny.npz: the network, and logistic regression on it
 #   runs STEPS SECONDS AT_ONCE [words]   carry .paper/eurosat.npz, .paper/cifar10.npz: cells in the
 #                                background until the time is up; 24 runs of 4,096 steps take 45 s
@@ -29,6 +30,7 @@ setup)
     if [ -e .paper/$name.zip ]; then python3 -m zipfile -e .paper/$name.zip /tmp/carry; fi
   done
   cp .paper/*.npz /tmp/
+  if [ -e .paper/parts ]; then cp -r .paper/parts /tmp/parts; fi
   if [ -e .paper/full.zip ]; then # four processes, each every fourth test
     cp -r . /tmp/tested && cd /tmp/tested
     PYTHONPATH=/tmp/tested/src:/tmp/carry python3 -m pytest -m gpu --collect-only -p no:cacheprovider tests/training/test_gpu.py tests/test_model.py 2>/dev/null | grep :: >/tmp/gpu_tests
@@ -60,13 +62,13 @@ PY
     done; done' >/dev/null 2>&1 </dev/null & # compiled is all it shall be
   sleep 5; cat /tmp/warm.log
   ;;
-parts) cp -r .paper/parts /tmp/parts ;;
 pretrain)
   cp .paper/*.npz /tmp/
   start=(); if [ -e /tmp/parts ]; then mv /tmp/parts /tmp/start && start=(--start /tmp/start); fi
   timeout 570 python3 research/paper_runs.py pretrain /tmp/tiny.npz /tmp/parts "${start[@]}" --minutes "$@" 2>&1 | tee "$OUT/pretrain.log"
   cp -r /tmp/parts "$OUT/parts"
-  timeout 60 python3 research/paper_runs.py probe /tmp/eurosat.npz /tmp/parts --tested 2700
+  cp -r . /tmp/probed
+  (cd /tmp/probed && PYTHONPATH=/tmp/probed/src:/tmp/carry setsid nohup timeout 90 python3 research/paper_runs.py probe /tmp/eurosat.npz /tmp/parts --tested 2700 >/tmp/probe.log 2>&1 </dev/null &)
   tail -n 3 /tmp/warm.log; ls /tmp/warm; tail -n 2 /tmp/tests.*.log; uptime
   ;;
 runs)
@@ -90,7 +92,7 @@ watch)
     pgrep -f 'paper_runs.py runs' >/dev/null || break
   done
   cp /tmp/lines.jsonl /tmp/runs.log "$OUT/"; cp "$(ls -t /tmp/work/*/run.log | head -n 1)" "$OUT/run.log"
-  tail -n 30 /tmp/runs.log; tail -n 12 "$OUT/gpu.log"; wc -l /tmp/lines.jsonl
+  cat /tmp/probe.log; tail -n 30 /tmp/runs.log; tail -n 12 "$OUT/gpu.log"; wc -l /tmp/lines.jsonl
   ;;
 fit)
   for name in small lites; do python3 -m zipfile -e .paper/$name.zip /tmp/carry; done
