@@ -30,7 +30,7 @@ class Calibrated(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.network, self.calibration = model.network, model.calibration
+        self.network, self.calibration = model.fused(portable=True), model.calibration
         self.size, self.squash, self.conformal = model.size, model.squash, model.conformal
         self.sure = model.sure
 

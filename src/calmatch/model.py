@@ -96,12 +96,16 @@ class Model:
     def quick(self) -> "Network":
         """The network with its layers fused, made at the first prediction."""
         if self._quick is None:
-            quick, own = self.network, self.network.net
-            if (body := fuse(own.body, self.size)) is not own.body:
-                quick = copy.copy(self.network)
-                quick._modules = {**quick._modules, "net": nets.Net(body, dict(own.heads))}
-            self._quick = quick.eval()
+            self._quick = self.fused()
         return self._quick
+
+    def fused(self, portable: bool = False) -> "Network":
+        """The network with its layers fused; portable: into such as exporters know."""
+        quick, own = self.network, self.network.net
+        if (body := fuse(own.body, self.size, portable)) is not own.body:
+            quick = copy.copy(self.network)
+            quick._modules = {**quick._modules, "net": nets.Net(body, dict(own.heads))}
+        return quick.eval()
 
     @torch.inference_mode()
     def logits(self, images: Tensor, batch: int | None = None) -> Tensor:
