@@ -30,7 +30,7 @@ DRAWN = {  # the ranges from which values of USB's operations are drawn
 }
 RANGES = dict(sorted((name, ends) for ends, names in DRAWN.items() for name in names.split()))
 RANDAUGMENT = list(RANGES)
-BLOCK = 256  # images at once on a CPU: what fits its cache
+BLOCK = 512  # images at once on a CPU: what fits its cache
 
 
 def pipeline(text: str) -> Transform:
@@ -116,14 +116,15 @@ def affine(images: Tensor, matrix: Tensor) -> Tensor:
     height, width = images.shape[-2:]
     a, b, c, d, e, f = wide(matrix).unbind(1)
     fixed = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2], 1)
-    fixed = (fixed * 65536 + 0.5).floor().long()[:, :, None, None]
-    x = torch.arange(width, device=images.device)
-    y = torch.arange(height, device=images.device)[:, None]
+    whole = torch.int32 if max(height, width) <= 2048 else torch.int64
+    fixed = (fixed * 65536 + 0.5).floor().to(whole)[:, :, None, None]
+    x = torch.arange(width, device=images.device, dtype=whole)
+    y = torch.arange(height, device=images.device, dtype=whole)[:, None]
     column = (fixed[:, 0] * x + fixed[:, 1] * y + fixed[:, 2]) >> 16  # [N, H, W]
     row = (fixed[:, 3] * x + fixed[:, 4] * y + fixed[:, 5]) >> 16
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    return _gather(images, index) * inside[:, None]
+    return _gather(images, index.long()) * inside[:, None]
 
 
 def wide(numbers: Tensor) -> Tensor:
@@ -198,18 +199,20 @@ def apply_operations(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     """One round: operation op[i] (a place in RANDAUGMENT) with value[i] on image i."""
     acts: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "rotate shear_x shear_y translate_x translate_y": _move,
-        **dict.fromkeys(("brightness posterize solarize", "contrast", *BY_IMAGE), _map),
-        "color sharpness": _blend_grey,
+        **dict.fromkeys(("brightness", "contrast", "posterize", "solarize", *BY_IMAGE), _map),
+        **dict.fromkeys(("color", "sharpness"), _blend_grey),
     }
     if images.device.type != "cpu" or torch.compiler.is_compiling():
         for act in dict.fromkeys(acts.values()):
             images = act(images, op, value)
         return images
-    images = images.clone()
-    for names, act in acts.items():  # each leaves others as they are, so it need not see them
-        rows = _is(op, names).nonzero()[:, 0]
-        images.index_copy_(0, rows, act(images[rows], op[rows], value[rows]))
-    return images
+    group = torch.zeros_like(op)  # each act leaves others as they are, so it need not see them
+    for place, names in enumerate(acts, 1):
+        group[_is(op, names)] = place
+    order, sizes = group.argsort(), torch.bincount(group, minlength=len(acts) + 1).tolist()
+    first, *parts = zip(*(each[order].split(sizes) for each in (images, op, value)), strict=True)
+    done = [act(*part) for act, part in zip(acts.values(), parts, strict=True)]
+    return torch.cat([first[0], *done])[order.argsort()]
 
 
 def _is(op: Tensor, names: str) -> Tensor:
@@ -235,20 +238,19 @@ def _map(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     """Look the values up in a table of the 256 new ones per image and channel."""
     levels = torch.arange(256, device=images.device)
     n, v = len(images), value.view(-1, 1, 1)
-    bits = 8 - v.floor().clamp(0, 8).long()
-    # brightness and contrast: blends with black or the mean grey, rounded down
-    mean = _mean_grey(images) if _drawn(op, "contrast") else torch.zeros_like(value)
-    base = torch.where(_is(op, "contrast"), mean, 0.0).view(n, 1, 1)
-    tables = {
-        "posterize": (levels >> bits) << bits,
-        "solarize": torch.where(levels < v, levels, 255 - levels),
-        "brightness contrast": (base + (levels - base) * v).clamp(0, 255).long(),
+    tables: dict[str, Callable[[Tensor], Tensor]] = {
+        "posterize": lambda _: (levels >> (bits := 8 - v.floor().clamp(0, 8).long())) << bits,
+        "solarize": lambda _: torch.where(levels < v, levels, 255 - levels),
+        "brightness": lambda _: (levels * v).clamp(0, 255).long(),  # blends with black
+        "contrast": lambda x: _blend(_mean_grey(x).view(n, 1, 1), levels, v).long(),
+        **BY_IMAGE,
     }
-    tables |= {name: make(images) for name, make in BY_IMAGE.items() if _drawn(op, name)}
-    table = levels.expand(n, 3, 256)
-    for names, new in tables.items():
-        table = torch.where(_is(op, names).view(n, 1, 1), new, table)
-    return table.to(torch.uint8).gather(2, images.flatten(2).long()).view_as(images)
+    table = levels.expand(n, 1, 256)
+    for name, make in tables.items():
+        if _drawn(op, name):
+            table = torch.where(_is(op, name).view(n, 1, 1), make(images), table)
+    channels = table.to(torch.uint8).expand(n, 3, 256)
+    return channels.gather(2, images.flatten(2).long()).view_as(images)
 
 
 def _drawn(op: Tensor, name: str) -> bool:
@@ -284,10 +286,12 @@ BY_IMAGE = {"autocontrast": _stretched, "equalize": _equalised}  # tables that p
 
 def _blend_grey(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
     """Colour and sharpness: between a degenerate image and the image, rounded down."""
-    colour, sharp = (_is(op, name)[:, None, None, None] for name in ("color", "sharpness"))
-    plain = images.float()
-    base = torch.where(colour, grey(images).float(), torch.where(sharp, _smooth(plain), plain))
-    return torch.where(colour | sharp, _blend(base, images, value[:, None, None, None]), images)
+    base = plain = images.float()
+    for name, make in (("sharpness", _smooth), ("color", lambda x: grey(images).float())):
+        if _drawn(op, name):
+            base = torch.where(_is(op, name)[:, None, None, None], make(plain), base)
+    drawn = _is(op, "color sharpness")[:, None, None, None]
+    return torch.where(drawn, _blend(base, images, value[:, None, None, None]), images)
 
 
 def _smooth(images: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +54,6 @@ class Model:
     provenance: dict[str, Any] = field(default_factory=dict)
     note: dict[str, Any] = field(default_factory=dict)  # model.json as it was read
     folder: Path | None = field(default=None, repr=False)  # it was loaded from
-    _quick: "Network | None" = field(default=None, init=False, repr=False)
 
     def _repr_html_(self) -> str:
         from calmatch.metrics import as_html, read_predictions_for_html
@@ -84,7 +83,7 @@ class Model:
     def to(self, device: torch.device | str) -> "Model":
         """The same model, moved."""
         self.network.to(device)
-        self._quick = None
+        self.__dict__.pop("quick", None)
         return self
 
     @property
@@ -92,12 +91,10 @@ class Model:
         """Where it computes."""
         return self.network.mean.device
 
-    @property
+    @cached_property
     def quick(self) -> "Network":
         """The network with its layers fused, made at the first prediction."""
-        if self._quick is None:
-            self._quick = self.fused()
-        return self._quick
+        return self.fused()
 
     def fused(self, portable: bool = False) -> "Network":
         """The network with its layers fused; portable: into such as exporters know."""
