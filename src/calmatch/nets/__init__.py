@@ -292,7 +292,7 @@ def fuse(net: nn.Module, size: int, portable: bool = False) -> nn.Module:
             quick.set_submodule(names[norm], own)
         for layer in quick.modules() if portable else ():
             if hasattr(layer, "inplace"):
-                layer.inplace = False
+                setattr(layer, "inplace", False)  # noqa: B010
         wanted, answer = (torch.cat([*each(noise[1])], 1) for each in (net, quick))
     close = (answer - wanted).abs().max() <= FUSED_TOLERANCE * wanted.abs().max()
     return quick if chains and bool(close) else net
