@@ -167,9 +167,9 @@ def unpack_cifar(source: Path, root: Path) -> tuple[list[str], list[str]]:
     return [f"{row}.png" for row in rows], [str(truth[row]) for row in rows]
 
 
-def extract(path: Path, parts: list[Part], device: str) -> None:
+def extract(path: Path, parts: list[Part], device: str, net: str = NET) -> None:
     """Features of every picture as `fit` computes them, in all its views."""
-    extractor, sample = portfolio.load_extractor(NET, None, torch.device(device)), parts[0]
+    extractor, sample = portfolio.load_extractor(net, None, torch.device(device)), parts[0]
     few_pixels = plan.decode_some(sample.root, sample.names[:: len(sample.names) // 100], 32)
     grey = plan.is_grey(torch.from_numpy(np.stack(few_pixels)))
     shape = {"flip": not grey, "larger": not extractor.fixed}
