@@ -136,10 +136,11 @@ def measure(job: tuple[Path, int, int, set[str]]) -> list[dict[str, Any]]:
 def write_page(lines: list[dict[str, Any]]) -> None:
     """research/losses.md, and its table in docs/results.md."""
     sets = sorted({line["set"] for line in lines})
+    numbers = " and ".join(map(str, LABELS))
     text = [
         "# Which loss when\n",
         f"Written by `python research/losses.py`: {len(lines):,} heads on features of "
-        f"EfficientNet-Lite0 (224 px), {len(sets)} sets, {SPLITS} label splits with {' and '.join(map(str, LABELS))} "
+        f"EfficientNet-Lite0 (224 px), {len(sets)} sets, to {SPLITS} label splits with {numbers} "
         "labels a class; on every picture whose label was not seen, without any temperature. "
         "Differences are paired by set and split; intervals are 95 % of a model in which every set "
         "has its own true difference (normal, the spread between sets unknown), so they speak of "
