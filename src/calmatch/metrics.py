@@ -5,7 +5,6 @@ fractions. Nothing here loops over samples, bins or classes."""
 
 import functools
 from collections.abc import Callable, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from calmatch.core import Metric
 SUM_TOLERANCE = 1e-3  # how far a row may be from summing to 1 (half precision rounds that much)
 FEW = 200  # labels: with fewer, binned calibration errors are mostly noise
 ENTRIES = 1 << 24  # handled at once, so that memory stays bounded
+NOTEBOOK = Path(__file__).with_name("notebook.html")
 
 
 def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
@@ -378,32 +378,12 @@ def wilson(share: Any, number: Any, z: float = 1.96) -> tuple[Any, Any]:
 
 def as_html(title: str, rows: Mapping[str, Any], predictions: Any = None) -> str:
     """What a notebook shows: a table, and the reliability of predictions (probs, labels)."""
-    cells = (f"<tr><th>{escape(k)}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
-    table = f"<div><b>{escape(title)}</b><table>{''.join(cells)}</table></div>"
-    picture = _reliability_svg(reliability(*predictions)) if predictions else ""
-    return f'<div style="display:flex;flex-wrap:wrap;gap:2em">{table}{picture}</div>'
+    import jinja2
 
-
-def _reliability_svg(filled: Bins) -> str:
-    """Accuracy against confidence; a bar is as dark as its bin is full, dots are means."""
-    number, wide = filled.number, 180 / len(filled.number)
-    parts = []
-    for k in number.nonzero()[:, 0].tolist():
-        accuracy, strength = float(filled.accuracy[k]), float(number[k] / number.max()) ** 0.5
-        x, y = 30 + 180 * float(filled.confidence[k]), 190 - 180 * accuracy
-        parts.append(
-            f'<rect x="{30 + k * wide:.1f}" y="{y:.1f}" width="{wide:.1f}" '
-            f'height="{180 * accuracy:.1f}" fill="#0072b2" opacity="{0.2 + 0.8 * strength:.2f}"/>'
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#d55e00"/>'
-        )
-    return (
-        '<svg viewBox="0 0 220 220" width="220" height="220" role="img" font-size="11" '
-        'font-family="sans-serif" fill="currentColor" stroke-width="1"><title>Accuracy against '
-        f'confidence</title>{"".join(parts)}<path d="M30 10V190H210M30 190L210 10" fill="none" '
-        'stroke="currentColor" opacity=".5"/><text x="120" y="212" text-anchor="middle">confidence'
-        '</text><text transform="translate(20 100)rotate(-90)" text-anchor="middle">accuracy</text>'
-        "</svg>"
-    )
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    columns = [part.tolist() for part in reliability(*predictions)] if predictions else []
+    words = {"title": title, "rows": rows, "bins": list(zip(*columns, strict=True))}
+    return page.from_string(files.read_text(NOTEBOOK)).render(words)
 
 
 def read_predictions_for_html(folder: Path | None) -> tuple[Tensor, Tensor] | None:
