@@ -9,11 +9,12 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 
@@ -188,23 +189,9 @@ class Service:
 
     def metrics(self) -> str:
         """Counters in Prometheus' text format; a mean confidence that sinks says: new pictures."""
-        name, answers = "calmatch_request_seconds", self.statuses[200]
-        by_status = {f'{{status="{k}"}}': n for k, n in sorted(self.statuses.items())}
         total = sum(self.statuses.values())
         slots = zip([*map(str, SECONDS), "+Inf"], [*self.slots, total], strict=True)
-        times: dict[str, float] = {f'_bucket{{le="{most}"}}': n for most, n in slots}
-        times |= {"_sum": self.seconds, "_count": total}
-        tables: list[tuple[str, str, str, Mapping[str, float]]] = [
-            ("calmatch_requests_total", "counter", "Requests, by HTTP status.", by_status),
-            (name, "histogram", "Seconds from the request to its answer.", times),
-            ("calmatch_batches_total", "counter", "Calls of the network.", {"": self.batches}),
-            ("calmatch_sure_total", "counter", "Answers that were sure.", {"": self.sure}),
-            ("calmatch_confidence", "summary", "Calibrated confidence of the answers.",
-             {"_sum": self.confidence, "_count": answers}),
-            ("calmatch_waiting", "gauge", "Pictures not begun yet.", {"": len(self.waiting)}),
-        ]  # fmt: skip
-        lines = [f'# TYPE calmatch_info gauge\ncalmatch_info{{model="{self.version}"}} 1']
-        for name, kind, text, values in tables:
-            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-            lines += [f"{name}{ending} {value}" for ending, value in values.items()]
-        return "\n".join(lines) + "\n"
+        numbers = {"statuses": sorted(self.statuses.items()), "slots": slots, "total": total}
+        page = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
+        text = files.read_text(HERE / "metrics.txt")
+        return page.from_string(text).render(numbers, service=self)
