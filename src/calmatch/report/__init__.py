@@ -44,7 +44,6 @@ def build(shown: Sequence[Run], path: Path) -> Path:
     if len(shown) == 1:
         data |= single_run_details(*pairs[0])
         view["heading"], view["pictures"] = shown[0].title, text.name_images(shown[0])
-        view["sentences"] = text.describe_headline(shown[0], data["runs"][0])
         view["example"] = text.describe_example(several[0])
     else:
         grid, *gaps = summary.gap_densities(several, 24 if many else summary.GRID)

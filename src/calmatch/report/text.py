@@ -22,12 +22,6 @@ EVALUATED_ON = {
     "crossfit": "labelled pictures, out of fold: each by a model that did not see its label",
     "holdout": "held-out labelled pictures",
 }
-VERDICTS = {
-    "no fault shown": "no miscalibration can be shown here.",
-    "off, both ways": "this is more than chance, in both directions.",
-    "too sure": "this is more than chance: the model is too sure of itself.",
-    "not sure enough": "this is more than chance: the model is not sure enough of itself.",
-}
 TEST_SELECTED = "Test-selected: these weights were chosen on the test set, as the paper and USB do."
 
 
@@ -35,25 +29,6 @@ def name_images(run: Run) -> str:
     """What the evaluated images are called in a sentence."""
     names = {"test": "test", "crossfit": "labelled", "holdout": "held-out"}
     return f"{names.get(run.result.evaluated_on, 'evaluated')} pictures"
-
-
-def describe_headline(run: Run, measured: Mapping[str, Any]) -> list[str]:
-    """Error, calibration error, and whether it could be chance."""
-    error, ece, chance = measured["error"], measured["ece"], measured["chance"]
-    wrong = 100 * error["value"]
-    number = f"{wrong:.0f}" if wrong >= 2 or wrong == 0 else f"{wrong:.1f}"
-    return [
-        f"Of 100 {name_images(run)}, about {number} are classified wrongly "
-        f"(95 % interval {_from_to(error)}).",
-        f"Confidence is off by {percent(ece['value'])} percentage points on average (ECE; 95 % "
-        f"interval {_from_to(ece)}).",
-        f"With {measured['n']:,} pictures a perfectly calibrated model would show "
-        f"{_from_to(chance)} by chance alone, so {VERDICTS[short_verdict(measured)]}",
-    ]
-
-
-def _from_to(ends: Mapping[str, float]) -> str:
-    return f"{percent(ends['low'])} to {percent(ends['high'])}"
 
 
 def short_verdict(measured: Mapping[str, Any]) -> str:
@@ -72,8 +47,8 @@ def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         best = min(runs, key=lambda run: run[key]["value"])
         rivals = [run for run in runs if run is not best and run[key]["low"] <= best[key]["high"]]
         others = f"{len(rivals)} other intervals overlap" if rivals[1:] else "another one overlaps"
-        ends = _from_to(best[key]) + (f"; {others}" if rivals else "")
-        value = percent(best[key]["value"])
+        value, low, high = (percent(best[key][name]) for name in ("value", "low", "high"))
+        ends = f"{low} to {high}; {others}" if rivals else f"{low} to {high}"
         sentences.append(f"{best['title']} has the {what}: {value} % ({ends}).")
     return [*sentences, "Each is one run: another seed can change more than these intervals say."]
 
