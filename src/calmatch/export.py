@@ -4,8 +4,6 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +77,14 @@ def export(model: Model, path: Path | str, to: str = "onnx") -> Path:
     how: Any = {"dtype": torch.uint8, "generator": torch.Generator().manual_seed(0)}
     images = torch.randint(0, 256, (3, 3, model.size, model.size), **how)
     odd = torch.randint(0, 256, (2, 3, 45, 61), **how)
-    with _silence_exporters():
-        data = (_onnx if to == "onnx" else _pt2)(model, odd)
-        check_export(data, to, model, images)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # exporters talk about themselves
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            data = (_onnx if to == "onnx" else _pt2)(model, odd)
+            check_export(data, to, model, images)
+    finally:
+        logging.disable(before)
     files.write(path, data)
     return path
 
@@ -156,15 +159,3 @@ def _run_onnx(data: bytes) -> Any:
         return [torch.from_numpy(each) for each in session.run(None, {"images": images.numpy()})]
 
     return run
-
-
-@contextmanager
-def _silence_exporters() -> Iterator[None]:
-    """Exporters talk about themselves."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)

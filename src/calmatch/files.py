@@ -114,9 +114,8 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_npz(path: Path, /, **arrays: Any) -> None:
     """Write compressed arrays, whole or not at all."""
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
-    write(path, content.getvalue())
+    with draft(path) as other, other.open("wb") as file:
+        np.savez_compressed(file, **arrays)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -278,14 +278,7 @@ def signed(value: float) -> str:
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
-RUN_TABLES = {  # the heads of their columns
-    "reliability": "confidence, %; pictures; mean confidence, %; accuracy, %; 95 % interval",
-    "smooth": "confidence, %; accuracy, %; 95 % interval",
-    "risk": "answered, %; error, %; 95 % interval; promised error, %; threshold, %",
-    "tested": "step; set; error, %; ECE, %",
-    "trained": "step; in use, %; agreeing, %; pseudo-labels right, %",
-}
-RUN_CELLS = {  # and what stands in them, as `_cell` reads it
+RUN_CELLS = {  # what stands in a run's tables, as `_cell` reads it; the page has the columns' heads
     "reliability": "left-right.0 n confidence accuracy low-high",
     "smooth": "at.0 accuracy low-high",
     "risk": "coverage error low-high promised threshold.2",
@@ -294,14 +287,13 @@ RUN_CELLS = {  # and what stands in them, as `_cell` reads it
 }
 
 
-def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
+def chart_tables(data: Data) -> dict[str, list[list[str]]]:
     """The numbers of every chart as text; of several runs, each row begins with the run's title."""
     names, runs = data.get("classes", ()), data["runs"]
     own, first = [(run["title"], _run_rows(run)) for run in runs], 0 if len(runs) > 1 else 1
-    tables = {}
-    for key, head in RUN_TABLES.items():
-        rows = [[title, *row][first:] for title, of_run in own for row in of_run[key]]
-        tables[key] = {"head": ["run", *head.split("; ")][first:], "rows": rows}
+    tables: dict[str, list[list[str]]] = {}
+    for key in RUN_CELLS:
+        tables[key] = [[title, *row][first:] for title, of_run in own for row in of_run[key]]
     if "confusion" not in data:
         return tables
     pairs = [[names[t], names[p], f"{n:,}"] for t, p, n in data["confusion"]["pairs"]]
@@ -310,10 +302,7 @@ def chart_tables(data: Data) -> dict[str, dict[str, Any]]:
         for row in rows:
             of = names[row["of"]] if isinstance(row["of"], int) else "all others"
             logits.append([names[truth], of, *(f"{row[k]:.1f}" for k in ("mean", "low", "high"))])
-    return tables | {
-        "confusion": {"head": ["truth", "taken for", "pictures"], "rows": pairs},
-        "logits": {"head": ["truth", "logit of", "mean", "5 % below", "5 % above"], "rows": logits},
-    }
+    return {**tables, "confusion": pairs, "logits": logits}
 
 
 def _run_rows(run: Data) -> dict[str, list[list[str]]]:
