@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from calmatch import options as opts
     from calmatch.training.config import Config, TrainOptions
 
-
 BEGAN = 0.0  # of the command, before torch is loaded, which is a part of what --minutes promise
 
 

@@ -218,9 +218,8 @@ def as_bytes(x: Array) -> NDArray[np.uint8]:
     if x.ndim == 3:
         x = np.repeat(x[..., None], 3, -1)
     if x.ndim != 4 or (x.shape[-1] != 3 and x.shape[1] != 3):
-        raise ValueError(
-            f"Pictures are [N, H, W], [N, H, W, 3] or [N, 3, H, W], not {list(x.shape)}."
-        )
+        shapes = "[N, H, W], [N, H, W, 3] or [N, 3, H, W]"
+        raise ValueError(f"Pictures are {shapes}, not {list(x.shape)}.")
     if x.shape[-1] != 3:
         x = x.transpose(0, 2, 3, 1)
     if x.dtype != np.uint8:

@@ -99,10 +99,8 @@ def check_export(data: bytes, to: str, model: Model, images: Tensor) -> None:
         with torch.inference_mode():
             same = all(map(torch.equal, (sets, sure), expected(some)[1:]))
         if not away <= TOLERANCE or not same:
-            raise ValueError(
-                f"The {to} file differs from the model by {away:.1e}, so it is not kept; "
-                f"please report this with the network's name."
-            )
+            why = f"The {to} file differs from the model by {away:.1e}, so it is not kept"
+            raise ValueError(f"{why}; please report this with the network's name.")
 
 
 def export_metadata(model: Model) -> dict[str, str]:

@@ -185,10 +185,8 @@ def refuse_foreign(folder: Path) -> None:
         with suppress(ValueError):
             ours = {"dataset", "method", "net"} <= read_json(folder / "config.json").keys()
     if names and not ours:
-        raise ValueError(
-            f"{folder} holds {sorted(names)[0]!r}, which calmatch did not write; choose another "
-            f"--out, or empty it."
-        )
+        why = f"{folder} holds {sorted(names)[0]!r}, which calmatch did not write"
+        raise ValueError(f"{why}; choose another --out, or empty it.")
 
 
 class Busy(ValueError):

@@ -193,10 +193,8 @@ def find_finished(folder: Path, config: Config) -> Run | None:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     for key, value in config.dump().items():
         if before.get(key) != value and key not in FREE_FIELDS:
-            raise ValueError(
-                f"{folder} holds a run with {key}={before.get(key)!r}, not {value!r}; "
-                f"choose another --out."
-            )
+            other = f"{folder} holds a run with {key}={before.get(key)!r}, not {value!r}"
+            raise ValueError(f"{other}; choose another --out.")
     return load_run(folder) if (folder / "result.json").exists() else None
 
 

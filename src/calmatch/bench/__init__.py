@@ -138,10 +138,8 @@ def _report_failures(progress: SuiteProgress) -> None:
             message(f"  {line}")
     if failed:
         names = spec.first_names([str(item.job.folder) for item in failed], SHOWN_FAILURES)
-        raise Failed(
-            f"{len(failed)} of {len(progress.items)} runs failed: {names}. "
-            f"Their whole logs are in run.log there; the same command tries them again."
-        )
+        again = "Their whole logs are in run.log there; the same command tries them again."
+        raise Failed(f"{len(failed)} of {len(progress.items)} runs failed: {names}. {again}")
 
 
 def split_paper(paths: Sequence[Path], suite: str | None) -> dict[str, tables.RunTable]:

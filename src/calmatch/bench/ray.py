@@ -46,10 +46,8 @@ def run_on_ray(
     runs share a GPU. Checkpoints are sent `every` so many seconds: a lost node costs that at most.
     """
     if address and address.startswith("ray://"):
-        raise ValueError(
-            "Start the suite on a machine of the cluster, with --address auto or its IP:PORT; "
-            "ray:// only reaches it from outside."
-        )
+        inside = "Start the suite on a machine of the cluster, with --address auto or its IP:PORT"
+        raise ValueError(f"{inside}; ray:// only reaches it from outside.")
     with join_ray(address) as ray:
         queue = _Queue(ray, jobs, progress, per_device, env, every)
         queue.fill()

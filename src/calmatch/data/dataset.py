@@ -85,10 +85,9 @@ def official_readers(kind: str, expected: str, *splits: dict[str, Any]) -> list[
         data_root().mkdir(parents=True, exist_ok=True)
         return [make(str(data_root()), download=True, **split) for split in splits]
     except (RuntimeError, URLError, OSError) as error:
-        raise ValueError(
-            f"{kind} is not there: put {expected} under {data_root()} (--data-root or "
-            f"CALMATCH_DATA chooses another folder); downloading failed: {error}"
-        ) from error
+        place = f"{data_root()} (--data-root or CALMATCH_DATA chooses another folder)"
+        why = f"put {expected} under {place}; downloading failed: {error}"
+        raise ValueError(f"{kind} is not there: {why}") from error
 
 
 def cifar10() -> Dataset:

@@ -74,10 +74,8 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
     classes = _order_classes(known.values())
     for name in classes:
         if not 0 < len(name) <= LONGEST_NAME or name.encode(errors="ignore").decode() != name:
-            raise ValueError(
-                f"{csv or root}: {name[:40]!r} cannot be a label, which has 1 to {LONGEST_NAME:,} "
-                f"characters of valid Unicode."
-            )
+            rule = f"a label, which has 1 to {LONGEST_NAME:,} characters of valid Unicode"
+            raise ValueError(f"{csv or root}: {name[:40]!r} cannot be {rule}.")
     if len(classes) > MOST_CLASSES:
         raise ValueError(f"{csv or root} names {len(classes):,} classes; {MOST_CLASSES:,} at most.")
     if len(classes) < 2:
@@ -349,10 +347,8 @@ def _find_columns(cells: list[str], path: Path) -> tuple[int, int]:
         return names.index("file"), names.index("label")
     for mark, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if len(names) == 1 and mark in names[0]:
-            raise ValueError(
-                f"{path}, row 1: its columns are separated by {word}; save it with commas, so that "
-                f"the first line is file,label."
-            )
+            odd = f"{path}, row 1: its columns are separated by {word}"
+            raise ValueError(f"{odd}; save it with commas, so that the first line is file,label.")
     first = ",".join(cells)[:60]
     raise ValueError(f"{path}, row 1: the first line must be file,label, not {first!r}.")
 
@@ -373,18 +369,14 @@ def match_labels(rows: Iterable[LabelRow], names: Iterable[str], path: Path) -> 
             unknown.append(row)
             continue
         if unicodedata.normalize("NFC", name) in twins:
-            raise ValueError(
-                f"{path}, row {row.number}: two pictures are called {row.file}, one with an accent "
-                f"of its own (NFD); rename one."
-            )
+            both = f"two pictures are called {row.file}, one with an accent of its own (NFD)"
+            raise ValueError(f"{path}, row {row.number}: {both}; rename one.")
         before = first.setdefault(name, row)
         if before.label != row.label:
             both = f"rows {before.number} and {row.number}"
             where = both if before.number != row.number else f"row {row.number}"  # two annotators
-            raise ValueError(
-                f"{path}, {where}: {row.file} is called {before.label!r} and {row.label!r}; "
-                f"keep one."
-            )
+            labels = f"{before.label!r} and {row.label!r}"
+            raise ValueError(f"{path}, {where}: {row.file} is called {labels}; keep one.")
     if unknown:
         raise ValueError(_unknown_sentence(unknown, known, path))
     return {name: row.label for name, row in first.items()}
@@ -395,10 +387,8 @@ def _plain_name(row: LabelRow, path: Path) -> str:
     windows = PureWindowsPath(row.file)
     parts = windows.parts if "\\" in row.file else PurePosixPath(row.file).parts
     if ".." in parts or row.file.startswith(("/", "\\")) or windows.drive:
-        raise ValueError(
-            f"{path}, row {row.number}: {row.file} lies outside the folder of pictures; names "
-            f"are relative to it and never go up."
-        )
+        outside = f"{path}, row {row.number}: {row.file} lies outside the folder of pictures"
+        raise ValueError(f"{outside}; names are relative to it and never go up.")
     return "/".join(part for part in parts if part != ".")
 
 

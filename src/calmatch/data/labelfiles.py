@@ -75,10 +75,8 @@ def _task_labels(tasks: list[Any], path: Path) -> Iterator[tuple[int, str, Any]]
             file = _find_address(task.get("data", task))
             chosen = list(_find_choices(task))
         except WRONG as error:
-            raise ValueError(
-                f"{path}, row {number}: expected a picture and its choice, as Label Studio exports "
-                f"them, or file_name and label."
-            ) from error
+            need = "a picture and its choice, as Label Studio exports them, or file_name and label"
+            raise ValueError(f"{path}, row {number}: expected {need}.") from error
         for choices in chosen:
             if len(choices) > 1:
                 more = ", ".join(map(repr, choices[:3]))
@@ -127,9 +125,8 @@ def _coco_labels(content: dict[str, Any], path: Path) -> Iterator[tuple[int, str
         try:
             yield number, images[each["image_id"]], classes[each["category_id"]]
         except WRONG as error:
-            raise ValueError(
-                f"{path}, row {number} of its annotations: it has no image or no category, {error}."
-            ) from error
+            why = f"it has no image or no category, {error}"
+            raise ValueError(f"{path}, row {number} of its annotations: {why}.") from error
 
 
 def _find_by_end(names: Iterable[str]) -> Callable[[str], str]:

@@ -304,10 +304,9 @@ def _fault_sentence(config: Config, folder: Path, facts: Mapping[str, Any]) -> s
         when = f"in step {facts['step']:,}"
     more = " or add --on-nan rollback" if config.on_nan == "stop" else ""
     after = f", after {facts['rollbacks']} rollbacks" if facts["rollbacks"] else ""
-    return (
-        f"{str(facts['what']).capitalize()} became infinite or NaN {when}{after}; "
-        f"calmatch replay {folder / 'fault'} shows how. Lower --lr, set --clip 1{more}."
-    )
+    what = f"{str(facts['what']).capitalize()} became infinite or NaN {when}{after}"
+    how = f"calmatch replay {folder / 'fault'} shows how"
+    return f"{what}; {how}. Lower --lr, set --clip 1{more}."
 
 
 def _roll_back(

@@ -168,10 +168,9 @@ def check_config(config: Config) -> None:
         raise ValueError("select=best needs pictures to choose on: set --validation, 0.1 say.")
     for part in spec.added(config.penalty) if config.penalty else []:
         if part.name in WITH_CROSS_ENTROPY:
-            raise ValueError(
-                f"{part.name!r} contains the cross-entropy and would count it twice; "
-                f"write --unlabelled-loss {config.penalty!r} instead of --penalty."
-            )
+            twice = f"{part.name!r} contains the cross-entropy and would count it twice"
+            advice = f"write --unlabelled-loss {config.penalty!r} instead of --penalty"
+            raise ValueError(f"{twice}; {advice}.")
 
 
 def without_seeds(config: Config) -> Config:

@@ -46,10 +46,8 @@ def replay_run(options: ReplayOptions) -> None:
     if steps is not None:
         lines = [line for line in lines if line[0] <= steps]
     if not lines or (steps is not None and steps > config.steps):
-        raise ValueError(
-            f"{folder} has no line to compare up to step {steps}; its first is due at step "
-            f"{config.log_every}, its last at {config.steps}."
-        )
+        due = f"its first is due at step {config.log_every}, its last at {config.steps}"
+        raise ValueError(f"{folder} has no line to compare up to step {steps}; {due}.")
     if any(line["kind"] == "rollback" for _, _, line in lines):
         config = config.replace(on_nan="rollback")
     before = files.read_json(folder / "environment.json")

@@ -138,10 +138,8 @@ class Answers:
         lines = files.read_bytes(path).decode("utf-8-sig", "replace").splitlines()
         header = [cell.strip().lower() for cell in next(csv.reader(lines[:1]), [])]
         if header != ["file", "label"]:
-            raise ValueError(
-                f"{path} is not a CSV with the header file,label alone: what else it holds would "
-                f"be lost. Choose another file with --labels."
-            )
+            lost = "what else it holds would be lost. Choose another file with --labels."
+            raise ValueError(f"{path} is not a CSV with the header file,label alone: {lost}")
         if not any(line.strip(" ,\t") for line in lines[1:]):
             return {}
         return folder.match_labels(folder.read_labels(path, names), names, path)
