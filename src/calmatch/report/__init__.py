@@ -40,11 +40,11 @@ def build(shown: Sequence[Run], path: Path) -> Path:
     pairs = list(zip(shown, several, strict=True))
     many = len(shown) > MANY
     data: dict[str, Any] = {"runs": [chart_numbers(*pair, many) for pair in pairs]}
-    view: dict[str, Any] = {"about": [describe_run(run, path) for run in shown], "example": ""}
+    view: dict[str, Any] = {"about": [describe_run(run, path) for run in shown], "example": None}
     if len(shown) == 1:
         data |= single_run_details(*pairs[0])
-        view["heading"], view["pictures"] = shown[0].title, text.name_images(shown[0])
-        view["example"] = text.describe_example(several[0])
+        view["heading"] = shown[0].title
+        view["example"] = summary.stated_level(several[0])
     else:
         grid, *gaps = summary.gap_densities(several, 24 if many else summary.GRID)
         data["gapGrid"] = grid
@@ -259,10 +259,7 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     linked = folder.parent == home and (run.folder / "report.html").is_file()
     point = _calibration(run).get("selective")
     return {
-        "title": run.title,
-        "test_selected": run.result.test_selected,
-        "notes": list(run.result.notes),
-        "evaluation": run.result.evaluation_note,
+        "result": run.result,
         "promise": point.describe() if point else "",
         "cells": text.table_cells(run),
         "commands": list(run.result.commands) or repeat,

@@ -152,6 +152,20 @@ def at_threshold(preds: Predictions, threshold: float) -> dict[str, float] | Non
     return point | {"error": error, "low": low, "high": high}
 
 
+def stated_level(preds: Predictions) -> dict[str, float] | None:
+    """What a stated confidence is worth, at the level that most mistakes are made under."""
+    for over, to in ((0.85, 0.95), (0.95, 0.995), (0.7, 0.9), (0.5, 0.8)):
+        some = (preds.confidence > over) & (preds.confidence <= to)
+        number = int(some.sum())
+        if number >= 30:
+            confidence = float(preds.confidence[some].mean())
+            right = float(preds.right[some].mean())
+            low, high = map(float, metrics.wilson(right, number))
+            level = {"over": over, "to": to, "n": number, "confidence": confidence}
+            return level | {"right": right, "low": low, "high": high}
+    return None
+
+
 def confusion_cells(preds: Predictions) -> dict[str, Any]:
     """Images by truth and guess, as non-empty cells; of many classes those with most errors."""
     counts, off = _confusions(preds)

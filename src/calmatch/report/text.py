@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from calmatch.console import visible
-from calmatch.metrics import Interval, wilson
+from calmatch.metrics import Interval
 from calmatch.predict import Checked
-from calmatch.report.summary import Predictions, make_predictions, percent, reliability_bins
+from calmatch.report.summary import make_predictions, percent, reliability_bins
 from calmatch.runs import Run
 
 WORST = 10  # mistakes that are named
@@ -23,12 +23,6 @@ EVALUATED_ON = {
     "holdout": "held-out labelled pictures",
 }
 TEST_SELECTED = "Test-selected: these weights were chosen on the test set, as the paper and USB do."
-
-
-def name_images(run: Run) -> str:
-    """What the evaluated images are called in a sentence."""
-    names = {"test": "test", "crossfit": "labelled", "holdout": "held-out"}
-    return f"{names.get(run.result.evaluated_on, 'evaluated')} pictures"
 
 
 def short_verdict(measured: Mapping[str, Any]) -> str:
@@ -64,22 +58,6 @@ def describe_calibration(parts: Mapping[str, Any]) -> str:
     if sets and sets.threshold is not None:
         words.append(f"prediction sets ({sets.score}) of {100 * sets.coverage:g} %")
     return "; ".join(words)
-
-
-def describe_example(preds: Predictions) -> str:
-    """What a stated confidence is worth, at the level that most mistakes are made under."""
-    for low, high in ((0.85, 0.95), (0.95, 0.995), (0.7, 0.9), (0.5, 0.8)):
-        some = (preds.confidence > low) & (preds.confidence <= high)
-        number = int(some.sum())
-        if number >= 30:
-            right = float(preds.right[some].mean())
-            ends = " to ".join(map(percent, wilson(right, number)))
-            return (
-                f"Where it says {percent(float(preds.confidence[some].mean()))} % (the {number:,} "
-                f"pictures between {100 * low:g} and {100 * high:g} %), it is right in "
-                f"{percent(right)} % ({ends})."
-            )
-    return ""
 
 
 COLUMNS = {  # the heading of each quantity, its factor and decimals
@@ -163,10 +141,8 @@ def print_checked(
         table.add_row(*cells, f"{row['accuracy']:.0%}", f"{row['low']:.0%} to {row['high']:.0%}")
     console = Console(highlight=False)
     console.print(table)
-    lines = [
-        f"  {one['file']}: {one['label']} at {one['confidence']:.0%}, in truth {one['truth']}"
-        for one in mistakes
-    ]
+    line = "  {file}: {label} at {confidence:.0%}, in truth {truth}".format
+    lines = [line(**one) for one in mistakes]
     verdict = "Its surest mistakes:" if lines else "It made no mistake."
     console.print(visible("\n".join([verdict, *lines])), markup=False, soft_wrap=True)
 
