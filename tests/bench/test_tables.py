@@ -384,6 +384,7 @@ def test_the_command_prints_writes_and_refuses(make, typed, tmp_path, capsys):
         ([tmp_path / "nowhere"], "There is no folder"),
         ([folder, "--suite", "mian"], "Did you mean 'main'"),
         ([tmp_path / "new"], "no finished run"),
+        ([folder, "--suite", "longtail"], "no finished run of the suite longtail"),
     ):
         capsys.readouterr()
         assert main(["table", *map(str, words)]) == 2

@@ -104,7 +104,8 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
             }
         groups.append(Group(row, column, config, _by_seed(same, notes)))
     if not groups:
-        raise ValueError("There is no finished run to show; name run folders or a folder of them.")
+        of = f" of the suite {suite}" if suite else ""
+        raise ValueError(f"There is no finished run{of} to show; name run folders or their folder.")
     if changes:
         chosen = " (weights chosen on the TEST set)" if "protocol=paper" in changes else ""
         notes.append(f"Not as the suite says: {', '.join(sorted(changes))}{chosen}.")
