@@ -116,6 +116,15 @@ def test_states_tell_finished_half_done_and_new_apart_and_refuse_another_config(
     assert job_state(job._replace(config=tiny(steps=30, workers=7))) == "half done"
 
 
+def test_a_run_that_never_began_does_not_keep_its_folder(tiny, tmp_path):
+    job = Job("run", tiny(steps=30, net="bogus"), tmp_path / "run")
+    job_command(job)  # its weights could not be had, say: only its config is there
+    better = job._replace(config=tiny(steps=30))
+    assert job_state(better) == "new"
+    job_command(better)
+    assert json.loads((job.folder / "config.json").read_text())["net"] == better.config.net
+
+
 def test_the_step_a_run_has_reached_is_that_of_its_last_whole_line(tmp_path):
     lines = [json.dumps({"step": step, "unix": 1000.5}) + "\n" for step in range(10, 200, 10)]
     (tmp_path / "times.jsonl").write_text("".join(lines) + '{"step": 99')  # a line half written

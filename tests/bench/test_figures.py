@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -64,8 +65,9 @@ def test_what_is_prepared_is_plain_numbers(prepared, name):
 
 def test_a_figure_says_what_it_is():
     for drawing in figures.FIGURES.values():
-        assert len(drawing.line) > 20
-        assert drawing.line.endswith(".")
+        line = drawing.prepare.__doc__.partition("\n")[0]
+        assert len(line) > 20
+        assert line.endswith(".")
 
 
 @pytest.mark.parametrize("name", [n for n, item in figures.FIGURES.items() if item.published])
@@ -214,6 +216,26 @@ def test_ranks_of_the_published_numbers_reach_the_figure():
     assert tests["all"]["rank"]["freematch + margin"] == pytest.approx(2.0833, abs=1e-3)
     assert len(figures.published_radar()["plots"]) == 6
     assert all(plot["rim"] > max(plot["ece"]) for plot in figures.published_radar()["plots"])
+
+
+def test_more_rows_than_a_reader_can_tell_apart_are_refused(table):
+    groups = [group._replace(row=f"{group.row} {k}") for k in range(5) for group in table.groups]
+    many = table._replace(groups=groups)
+    for name, said in (("convergence", "25 curves"), ("radar", "3 to 8")):
+        with pytest.raises(ValueError, match=said):
+            figures.FIGURES[name].prepare(many)
+
+
+def test_what_stands_over_a_logit_panel_is_not_cut(tmp_path):
+    for cell in suite_cells("losses", [0]):
+        if cell.column == "stl10_40":  # logits as large as the paper's
+            place = fabricated.run(tmp_path / cell.folder, cell.config)
+            fabricated.history(place, sharp=5.4)
+    image = figures.draw_figure("logits", figures.prepare_logits(gather_runs([tmp_path])))
+    image.canvas.draw()
+    boxes = [axes.title.get_window_extent() for axes in image.axes]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert boxes[-1].x1 < image.bbox.x1
 
 
 def test_with_several_columns_most_figures_are_one_for_each(table):

@@ -259,6 +259,14 @@ def test_paper_holds_every_run_of_its_suites_once():
     assert set(folders) == wanted
 
 
+def test_rows_stand_as_the_paper_has_them():
+    first = "pimodel meanteacher vat mixmatch remixmatch uda crmatch comatch dash adamatch simmatch"
+    rows = SUITES["supplement"]["rows"][1:]  # after the supervised one, which is ours
+    assert rows[:14] == [*first.split(), "softmatch", "defixmatch", "fixmatch"]
+    ends = [row.rpartition(" ")[2] for row in SUITES["losses"]["rows"]]
+    assert ends == ["freematch", "focal", "smoothing", "margin"]
+
+
 def test_other_seeds_can_be_asked_for():
     cells = suite_cells("digits", [7, 3])
     assert [cell.seed for cell in cells[:2]] == [7, 3]

@@ -107,8 +107,9 @@ def test_the_same_row_with_two_lengths_is_told_apart(tmp_path):
     assert gather_runs([tmp_path]).rows == ["fixmatch (steps=20)", "fixmatch (steps=204800)"]
 
 
-# two rows make no radar plot; the supplement's figure of all classes takes a minute a suite
-LEFT_OUT = {("simmatch", "radar"), *((name, "logits_all") for name in PARTS if name != "losses")}
+# two rows make no radar plot, nor do eleven; the figure of all classes takes a minute a suite
+LEFT_OUT = {(name, "radar") for name in ("simmatch", "main", "supplement", "where")}
+LEFT_OUT |= {(name, "logits_all") for name in PARTS if name != "losses"}
 
 
 @pytest.mark.slow
@@ -144,6 +145,40 @@ def test_all_tables_and_figures_of_the_paper_come_from_its_runs(tmp_path, protoc
     assert drawn == wanted - LEFT_OUT
     grid = figures.prepare_reliability(parts["losses"])["panels"]  # as the paper has it: a grid
     assert sorted(panel["place"] for panel in grid) == [[k, j] for k in range(6) for j in range(4)]
+
+
+def test_rows_and_columns_keep_their_places_whatever_is_missing(tmp_path):
+    for cell in suite_cells("main", [0]):
+        if (cell.row, cell.column) != ("mixmatch", "cifar100_200"):
+            fabricated.run(tmp_path / cell.folder, cell.config)
+    table = gather_runs([tmp_path], "main")
+    assert table.rows == list(SUITES["main"]["rows"])
+    assert table.columns == list(SUITES["main"]["columns"])
+    parts = split_paper([tmp_path], "paper")
+    assert list(parts) == ["main", "supplement", "bam", "where", "losses"]
+    notes = parts["main"].notes
+    assert notes == ["Not run yet: mixmatch on cifar100_200.", "No run yet of simmatch, longtail."]
+    fabricated.run(tmp_path / "stranger", Config())
+    notes = split_paper([tmp_path], "paper")["main"].notes
+    assert "Not of the suite paper and left out: 1 runs." in notes
+
+
+def test_an_unknown_network_is_refused_before_any_run(tmp_path):
+    for net, said in (("bogus", "There is no net called 'bogus'"), ("small(", "is not a spec")):
+        with pytest.raises(ValueError, match=said):
+            choose_cells(BenchOptions("main", tmp_path, net=net))
+
+
+def test_rows_that_are_told_apart_are_still_the_papers(tmp_path):
+    for steps in (20, None):
+        for cell in choose_cells(BenchOptions("main", tmp_path, seeds=(0,), steps=steps)):
+            if cell.column == "eurosat_40":
+                fabricated.run(tmp_path / str(steps) / cell.folder, cell.config)
+    table = gather_runs([tmp_path], "main")
+    assert table.rows[:2] == ["supervised (steps=20)", "supervised (steps=204800)"]
+    assert len(rank_table(table).rows) == 20  # the supervised ones are not ranked
+    error, _ = published_tables(table, "main")
+    assert [row[1] for row in text(error)[2::3]][:2] == ["16.12 USB", "16.12 USB"]
 
 
 def test_any_part_of_a_suite_makes_tables_and_says_what_is_missing(tmp_path):
@@ -349,6 +384,7 @@ def test_the_command_prints_writes_and_refuses(make, typed, tmp_path, capsys):
         ([tmp_path / "nowhere"], "There is no folder"),
         ([folder, "--suite", "mian"], "Did you mean 'main'"),
         ([tmp_path / "new"], "no finished run"),
+        ([folder, "--suite", "longtail"], "no finished run of the suite longtail"),
     ):
         capsys.readouterr()
         assert main(["table", *map(str, words)]) == 2

@@ -91,9 +91,9 @@ def line(row, column="eurosat_40", seed=0, ece=0.1, steps=10, **more):
 
 def test_the_page_says_what_holds_what_does_not_and_what_is_missing():
     stages = load("paper_runs")
-    lines = [line("freematch", seed=s, ece=0.1 + 0.01 * s) for s in range(3)]
-    lines += [line("freematch + margin(m=8)", seed=s, ece=0.05 + 0.01 * s) for s in range(3)]
-    lines += [line("freematch + smoothing(alpha=0.1)", seed=s, ece=0.02) for s in range(3)]
+    lines = [line("freematch", seed=s, ece=0.1 + 0.01 * s) for s in range(6)]
+    lines += [line("freematch + margin(m=8)", seed=s, ece=0.05 + 0.01 * s) for s in range(6)]
+    lines += [line("freematch + smoothing(alpha=0.1)", seed=s, ece=0.02) for s in range(6)]
     lines += [line("freematch + margin(m=8, where='all')", seed=0, ece=0.05)]
     page = stages.make_page(lines)
     rows = {
@@ -105,5 +105,7 @@ def test_the_page_says_what_holds_what_does_not_and_what_is_missing():
     assert "-5.00" in rows["The margin lowers ece, all pairs (Tables 1 and 2)"][2]
     assert rows["The margin has less ECE than label smoothing (radar)"][3].strip() == "no"
     assert "no run yet" in rows["The margin has less ECE than focal loss (radar)"][2]
+    both = rows["U'' alone has less ECE than both subsets (subset table)"]
+    assert both[3].strip() == "too few pairs"
     assert "| freematch + margin on both |" in page
     assert "3.50" in page

@@ -12,6 +12,7 @@ from calmatch.bench import engine, paper, render, tables
 from calmatch.bench.engine import Job, SuiteProgress
 from calmatch.console import Failed, Stopped, catch_signals, message
 from calmatch.files import write
+from calmatch.nets import NETS
 from calmatch.options import BenchOptions, FigureOptions, TableOptions
 from calmatch.training.config import Config
 
@@ -52,6 +53,8 @@ def run_suite(options: BenchOptions) -> None:
 def choose_cells(options: BenchOptions) -> list[paper.Cell]:
     """The cells asked for, each folder once, changed as asked."""
     cells: dict[Path, paper.Cell] = {}
+    if options.net and not options.net.startswith("timm."):  # before every run fails alike
+        spec.find(spec.parse(options.net).name, NETS, "net")
     wanted = [text.strip() for text in options.only.lower().split(",")]
     for cell in paper.suite_cells(options.suite, options.seeds or None):
         name = f"{cell.row} {cell.column} {cell.folder}".lower()
@@ -144,13 +147,19 @@ def _report_failures(progress: SuiteProgress) -> None:
 
 def split_paper(paths: Sequence[Path], suite: str | None) -> dict[str, tables.RunTable]:
     """Runs by the suite whose tables they make; those of the whole paper by the paper's tables."""
+    whole = tables.gather_runs(paths, suite)
     if suite != "paper":
-        return {suite or "": tables.gather_runs(paths, suite)}
+        return {suite or "": whole}
     parts = {}
     for name in paper.PARTS:
         with suppress(ValueError):  # no run of this part
-            parts[name] = tables.gather_runs(paths, name)
-    return parts or {suite: tables.gather_runs(paths, suite)}
+            part = tables.gather_runs(paths, name)
+            parts[name] = part._replace(notes=[n for n in part.notes if "Not of" not in n])
+    said = [note for note in whole.notes if "Not of" in note]
+    if absent := [name for name in paper.PARTS if name not in parts]:
+        said.append(f"No run yet of {', '.join(absent)}.")
+    next(iter(parts.values())).notes.extend(said)
+    return parts
 
 
 TABLE_KINDS = {".md": "md", ".tex": "latex", ".csv": "csv"}
@@ -226,10 +235,8 @@ def figure_command(name: str, options: FigureOptions) -> None:
     table = tables.gather_runs(options.runs, suite) if options.runs else None
     if table and options.column:
         table = table.only(options.column)
-    if options.published and drawing.published is not None:
-        content = drawing.published()
-    else:
-        target = {"target": options.target} if name == "logits" else {}
-        content = drawing.prepare(table, **target)
+    target = {"target": options.target} if name == "logits" else {}
+    printed = drawing.published if options.published else None
+    content = printed() if printed else drawing.prepare(table, **target)
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"Figure: {charts.save_figure(figures.draw_figure(name, content), path)}")

@@ -36,11 +36,18 @@ class Job(NamedTuple):
 
 def job_state(job: Job) -> str:
     """finished, running (in another process), half done or new; ValueError for another config."""
-    if find_finished(job.folder, job.config):
+    if _is_finished(job):
         return "finished"
     if is_held(job.folder):
         return "running"
     return "half done" if saved_step(job.folder) else "new"
+
+
+def _is_finished(job: Job) -> bool:
+    """ValueError if another run began here; a config whose run never began is none."""
+    begun = ("environment.json", "checkpoint", "result.json")
+    there = any((job.folder / name).exists() for name in begun)
+    return there and find_finished(job.folder, job.config) is not None
 
 
 def is_held(folder: Path) -> bool:
@@ -72,12 +79,9 @@ def reached_step(folder: Path) -> int:
 def job_command(*jobs: Job) -> list[str]:
     """What runs them. Their configs were made by our code, not read from a file: trusted."""
     for job in jobs:
-        find_finished(job.folder, job.config)  # another run's config is not overwritten
+        _is_finished(job)  # another run's config is not overwritten
         job.folder.mkdir(parents=True, exist_ok=True)
-        path = job.folder / "config.json"
-        fields = job.config.dump()
-        if not path.exists() or files.read_json(path) != fields:
-            files.write_json(path, fields)
+        files.write_json(job.folder / "config.json", job.config.dump())
     if len(jobs) > 1:
         return [sys.executable, "-P", "-c", TRAIN_FOLDERS, *(str(job.folder) for job in jobs)]
     folder = jobs[0].folder

@@ -91,7 +91,7 @@ def draw_convergence(figure: Figure, content: Content) -> None:
     draw_legend(figure, left, 4)
 
 
-POINTS = 100  # a curve shows at most so many
+MOST_CURVES = 22  # that a legend can tell apart
 
 
 def series(group: Group, kind: str, fields: Sequence[str]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def series(group: Group, kind: str, fields: Sequence[str]) -> dict[str, Any]:
 
 def _lines_by_step(run: Run, kind: str, fields: Sequence[str]) -> dict[int, dict[str, float]]:
     lines = [line for line in run.lines(kind) if all(line.get(f) is not None for f in fields)]
-    every = max(1, -(-len(lines) // POINTS)) if kind == "train" else 1
+    every = max(1, -(-len(lines) // 100)) if kind == "train" else 1
     points = {}
     for start in range(0, len(lines), every):
         some = lines[start : start + every]
@@ -121,6 +121,8 @@ def _lines_by_step(run: Run, kind: str, fields: Sequence[str]) -> dict[int, dict
 
 
 def _name_curves(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if len(curves) > MOST_CURVES:
+        raise ValueError(f"{len(curves)} curves are too many; choose runs with --column.")
     several = len({curve["column"] for curve in curves}) > 1
     for curve in curves:
         curve["name"] = f"{curve['row']}, {curve['column']}" if several else curve["row"]
@@ -178,7 +180,6 @@ def draw_entropy(figure: Figure, content: Content) -> None:
 
 TRUE_CLASS = "true class (shaded)"
 SHOWN_CLASSES = 10  # in one panel
-GRID = 200
 
 
 def prepare_logits(table: RunTable, target: int = 5) -> Content:
@@ -209,7 +210,7 @@ def _logit_panel(group: Group, target: int) -> Content:
     classes = sorted({target, *[int(k) for k in order if k != target][: SHOWN_CLASSES - 1]})
     low, high = float(some.min()), float(some.max())
     pad = 0.1 * float(np.ptp(some))
-    grid = np.linspace(low - pad, high + pad, GRID)
+    grid = np.linspace(low - pad, high + pad, 200)
     return {
         "title": group.row,
         "target": target,
@@ -267,7 +268,7 @@ def draw_logits(figure: Figure, content: Content) -> None:
         axes.set_xlabel(panel["kind"], fontsize=6, labelpad=1)
         axes.set_ylabel("density", fontsize=6, labelpad=1)
         (low, high), name = panel["range"], panel["names"][str(panel["target"])]
-        words = f"all {low:.0f} to {high:.0f}, wrong classes ≤ {panel['rival']:.1f}"
+        words = f"all {low:.0f} to {high:.0f}, wrong ≤ {panel['rival']:.1f}"
         axes.set_title(f"{panel['title']}, class {name}\n{words}", fontsize=6, pad=3)
         handles, labels = axes.get_legend_handles_labels()
         keys |= dict(zip(labels, handles, strict=True))
@@ -333,8 +334,8 @@ def prepare_radar(table: RunTable) -> Content:
         values = (tables.seed_values(group, metric).values() for metric in METRICS)
         error, ece = (stats.mean(list(numbers)).value for numbers in values)
         plots.setdefault(group.column, {})[group.row] = (error, ece, False)
-    if max(map(len, plots.values())) < 3:
-        raise ValueError("A radar plot needs three rows at least.")
+    if not 3 <= max(map(len, plots.values())) <= 8:
+        raise ValueError("A radar plot needs 3 to 8 rows.")
     return _radar_content(plots)
 
 
@@ -404,10 +405,6 @@ class Drawing(NamedTuple):
     draw: Callable[[Figure, Content], None]
     published: Callable[[], Content] | None = None
     whole: bool = False  # shows all columns; the others show one at a time
-
-    @property
-    def line(self) -> str:
-        return (self.prepare.__doc__ or "").partition("\n")[0]
 
 
 FIGURES: Mapping[str, Drawing] = {

@@ -105,7 +105,7 @@ PUBLISHED_NOTES = (
     "ECE deviations of Table 2 are population ones (ddof 0) for FreeMatch, those of the radar and "
     "subset tables sample ones (ddof 1): ratios of 0.816 = sqrt(2/3).",
     "The published runs were chosen by their error on the test set: compare them with our "
-    "test-selected numbers; the first line of ours is held-out.",
+    "test-selected numbers; the first line of ours is by the protocol of the run.",
 )
 
 
@@ -114,7 +114,7 @@ def find_published(
 ) -> tuple[str, Published] | None:
     """The table and the number of a cell: the suite's own table first, then in the order below."""
     for table in (suite, *PUBLISHED_TABLES):
-        if number := PUBLISHED_TABLES.get(table, {}).get((row, column, metric)):
+        if number := PUBLISHED_TABLES.get(table, {}).get((row.split(" (")[0], column, metric)):
             return table, number
     return None
 

@@ -19,7 +19,6 @@ from calmatch.bench import engine
 from calmatch.bench.engine import Job, SuiteProgress
 from calmatch.files import Busy, lock, read_bytes, write
 from calmatch.predict import join_ray
-from calmatch.runs import find_finished
 from calmatch.training.checkpoint import list_checkpoints
 
 POLL_SECONDS = 1.0  # between a node's messages
@@ -94,7 +93,7 @@ class _Queue:
                 self.progress.move(job, "held", note="by another process; waiting for it")
                 continue
             self.held.remove(run)
-            if find_finished(job.folder, job.config):
+            if engine.job_state(job) == "finished":
                 stack.close()
                 self.progress.move(job, "kept")
             else:

@@ -37,14 +37,19 @@ class RunTable(NamedTuple):
 
     groups: list[Group]
     notes: list[str]
+    order: Mapping[str, int] = {}  # the suite's rows and columns, whatever of them is there
 
     @property
     def rows(self) -> list[str]:
-        return list(dict.fromkeys(group.row for group in self.groups))
+        return self._sorted(group.row for group in self.groups)
 
     @property
     def columns(self) -> list[str]:
-        return list(dict.fromkeys(group.column for group in self.groups))
+        return self._sorted(group.column for group in self.groups)
+
+    def _sorted(self, names: Iterable[str]) -> list[str]:
+        last = len(self.order)  # what tells a row apart stands after its name: "bam (steps=20)"
+        return sorted(dict.fromkeys(names), key=lambda n: self.order.get(n.split(" (")[0], last))
 
     def at(self, row: str, column: str) -> Group | None:
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
@@ -99,7 +104,8 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
             }
         groups.append(Group(row, column, config, _by_seed(same, notes)))
     if not groups:
-        raise ValueError("There is no finished run to show; name run folders or a folder of them.")
+        of = f" of the suite {suite}" if suite else ""
+        raise ValueError(f"There is no finished run{of} to show; name run folders or their folder.")
     if changes:
         chosen = " (weights chosen on the TEST set)" if "protocol=paper" in changes else ""
         notes.append(f"Not as the suite says: {', '.join(sorted(changes))}{chosen}.")
@@ -107,7 +113,8 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     gaps = [f"{c.row} on {c.column}" for c in cells.values() if (c.row, c.column) not in there]
     if suite and gaps:
         notes.append(f"Not run yet: {spec.first_names(gaps, SHOWN_GAPS)}.")
-    return RunTable(_tell_apart(groups), notes)
+    names = dict.fromkeys(name for cell in cells.values() for name in (cell.row, cell.column))
+    return RunTable(_tell_apart(groups), notes, {name: k for k, name in enumerate(names)})
 
 
 def _load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -387,9 +394,10 @@ def rank_table(table: RunTable) -> Table | None:
         for name, test in tests.items()
     ]
     notes.append("'all' counts error and ECE of the same runs as two settings, as the paper does.")
-    if dropped := [row for row in table.rows if row not in scores and row != UNRANKED]:
+    ranked = [row for row in table.rows if not row.startswith(UNRANKED)]
+    if dropped := [row for row in ranked if row not in scores]:
         notes.append(f"Not in every setting and left out: {', '.join(dropped)}.")
-    if UNRANKED in table.rows:
+    if len(ranked) < len(table.rows):
         notes.append(f"{UNRANKED} is not ranked, as in the paper.")
     return Table(f"Friedman ranks over {kind}, lowest best", ["row", *tests], rows, notes)
 
@@ -402,7 +410,7 @@ def rank_scores(table: RunTable) -> tuple[Scores, str]:
     several = len(table.columns) > 1
     seeds = sorted({seeds for group in table.groups for seeds in group.runs})
     scores: dict[str, dict[str, list[float]]] = {}
-    for row in [row for row in table.rows if row != UNRANKED]:
+    for row in [row for row in table.rows if not row.startswith(UNRANKED)]:
         by_metric = {}
         for metric in ("error", "ece"):
             values = [seed_values(table.at(row, column), metric) for column in table.columns]
