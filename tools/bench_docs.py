@@ -20,7 +20,7 @@ from calmatch.report import charts
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "bench.md"
 ASSETS = ROOT / "docs" / "assets" / "bench"
-DIGITS = ("reliability", "entropy", "logits", "penalty", "convergence")
+DIGITS = ("reliability", "entropy", "logits", "convergence")
 PUBLISHED = ("ranks", "radar")
 
 

@@ -327,3 +327,14 @@ def test_our_efficientnet_lite_is_timms(number, size):
         torch.testing.assert_close(ours(images).logits, theirs(images))
         for mine, other in zip([own_last, *own_maps], [last, *maps], strict=True):
             torch.testing.assert_close(mine, other)
+
+
+def test_weights_of_a_model_of_ours_start_a_network(tmp_path):
+    first = nets.build("small(width=4)", 3, 8)
+    tensors = {f"net/body.{name}": tensor for name, tensor in first.state_dict().items()}
+    save_file({**tensors, "mean": torch.zeros(3)}, tmp_path / "model.safetensors")
+    settings = f"pretrained='{tmp_path / 'model.safetensors'}'"
+    second = nets.build(f"small(width=4, {settings})", 5, 8)
+    own, other = first.state_dict(), second.state_dict()
+    same = [name for name in own if torch.equal(own[name], other[name])]
+    assert {name for name in own if name not in same} == {"head.weight", "head.bias"}

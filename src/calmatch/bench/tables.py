@@ -514,7 +514,7 @@ def _best_values(group: Group | None, metric: str) -> dict[Seeds, tuple[int, flo
 
 
 TIDY_FIELDS = (
-    "row column kind metric unit seed split_seed step runs value sd low high p published "
+    "suite row column kind metric unit seed split_seed step runs value sd low high p published "
     "published_sd doubt"
 ).split()
 
@@ -526,7 +526,8 @@ def tidy_csv(table: RunTable, *, suite: str = "", compare: bool = False) -> str:
     writer.writeheader()
     for line in _tidy_lines(table, suite if compare else None):
         numbers = [key for key in ("value", "sd", "low", "high") if line.get(key) is not None]
-        writer.writerow(line | {key: f"{line[key]:.6g}" for key in numbers})
+        shown = {key: f"{line[key]:.6g}" for key in numbers}
+        writer.writerow({"suite": suite, **line, **shown})
     return text.getvalue()
 
 

@@ -192,6 +192,9 @@ def load_state(net: nn.Module, state: Mapping[str, Tensor], source: str) -> None
     messages.append(f"{start}, started anew: {', '.join(fresh[:6]) or 'none'}.")
 
 
+OURS = "net/body."  # before the names of a network's tensors in a model of ours
+
+
 def read_state(path: str | Path) -> dict[str, Tensor]:
     """Tensors by name from .safetensors, or from a pickle read without running code."""
     path = Path(path)
@@ -199,7 +202,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"There is no weights file {path}.")
     try:
         if path.suffix == ".safetensors":
-            return dict(safetensors.torch.load_file(files.regular(path)))
+            tensors = safetensors.torch.load_file(files.regular(path))
+            own = [name for name in tensors if name.startswith(OURS)]  # of a model.safetensors
+            return {k.removeprefix(OURS): tensors[k] for k in own or tensors}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
             content: Any = torch.load(files.regular(path), map_location="cpu", weights_only=True)
