@@ -38,18 +38,19 @@ def name_images(run: Run) -> str:
 
 
 def describe_headline(run: Run, measured: Mapping[str, Any]) -> list[str]:
-    """Error, calibration error, and whether it could be chance."""
+    """Error, calibration error, and whether it could be chance, which few labels cannot tell."""
     error, ece, chance = measured["error"], measured["ece"], measured["chance"]
     wrong = 100 * error["value"]
     number = f"{wrong:.0f}" if wrong >= 2 or wrong == 0 else f"{wrong:.1f}"
+    images = "test pictures" if run.result.evaluated_on == "test" else "new pictures"
     return [
-        f"Of 100 {name_images(run)}, about {number} are classified wrongly "
+        f"Of 100 {images}, about {number} are classified wrongly "
         f"(95 % interval {_from_to(error)}).",
         f"Confidence is off by {percent(ece['value'])} percentage points on average (ECE; 95 % "
         f"interval {_from_to(ece)}).",
         f"With {measured['n']:,} pictures a perfectly calibrated model would show "
         f"{_from_to(chance)} by chance alone, so {VERDICTS[short_verdict(measured)]}",
-    ]
+    ][: 1 if measured["few"] else None]
 
 
 def _from_to(ends: Mapping[str, float]) -> str:
