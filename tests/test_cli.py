@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from calmatch import cli
+from calmatch import cli, console
 from conftest import calmatch
 
 
@@ -137,3 +137,21 @@ def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, 
     monkeypatch.setitem(cli.COMMANDS, "demo", (broken, ""))
     assert cli.main(["demo"]) == 1
     assert "KeyError" in capsys.readouterr().err
+
+
+def test_a_bar_moves_with_batches_that_are_no_multiple_of_five(monkeypatch):
+    bar, drawn = console.ProgressBar("", 100, 0, quiet=True), []
+    monkeypatch.setattr(bar, "_draw", lambda: drawn.append(bar.done))
+    for step in (1, 2, *range(8, 100, 8), 99, 100):
+        bar.update(step)
+    assert drawn == [*range(8, 100, 8), 100]
+
+
+def test_an_interrupted_fit_says_that_it_goes_on(capsys):
+    def stop():
+        raise KeyboardInterrupt
+
+    assert console.run_guarded(stop, "fit") == 130
+    assert capsys.readouterr().err == "calmatch: interrupted; the same command continues.\n"
+    assert console.run_guarded(stop, "predict") == 130
+    assert capsys.readouterr().err == "calmatch: interrupted.\n"

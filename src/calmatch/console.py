@@ -104,8 +104,8 @@ class ProgressBar:
 
     def update(self, step: int) -> None:
         """So many are done."""
-        self.done = step
-        if step % 5 == 0 or step == self.progress.tasks[0].total:
+        before, self.done = self.done, step
+        if step // 5 > before // 5 or step == self.progress.tasks[0].total:
             self._draw()
 
     def advance(self, number: int) -> None:
@@ -140,7 +140,8 @@ def run_guarded(act: Callable[[], int], command: str = "") -> int:
             sys.stdout.flush()
             return code
     except KeyboardInterrupt:
-        print("calmatch: interrupted.", file=sys.stderr)
+        more = "; the same command continues" if command == "fit" else ""
+        print(f"calmatch: interrupted{more}.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, `| head` for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
