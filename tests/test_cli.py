@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from calmatch import cli, console
 from conftest import calmatch
@@ -145,6 +148,26 @@ def test_a_bar_moves_with_batches_that_are_no_multiple_of_five(monkeypatch):
     for step in (1, 2, *range(8, 100, 8), 99, 100):
         bar.update(step)
     assert drawn == [*range(8, 100, 8), 100]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_bar_of_a_long_title_keeps_its_numbers_and_time_left(monkeypatch, width):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=width)
+    monkeypatch.setattr(console, "console", terminal)
+    title = "freematch(momentum=0.9) + margin(cap=0.98) x 5"
+    with console.ProgressBar(title, 2000, 0, quiet=False) as bar:
+        bar.began -= 100
+        bar.update(1000)
+        bar.note({"accepted": 0.88})
+    last = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).strip())[
+        -1
+    ]
+    assert "1000/2000" in last
+    assert "10 steps/s" in last
+    assert re.search(r"\d:\d\d:\d\d|-:--:--", last)
+    assert len(last.rstrip()) < width
+    assert ("pseudo-labels in use 88%" in last) == (width > 80)
 
 
 def test_an_interrupted_fit_says_that_it_goes_on(capsys):

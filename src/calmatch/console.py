@@ -93,7 +93,8 @@ class ProgressBar:
         start = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
         columns = (*start, rate, TimeRemainingColumn(), note)
         self.progress = Progress(*columns, console=console, disable=not self.show)
-        self.task = self.progress.add_task(title, total=steps, completed=done, rate="", note="")
+        short = title if len(title) < 25 else f"{title[:23]}…"  # 80 columns hold all but the note
+        self.task = self.progress.add_task(short, total=steps, completed=done, rate="", note="")
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -124,7 +125,8 @@ class ProgressBar:
     def _draw(self) -> None:
         if self.show:
             rate = (self.done - self.start) / max(1e-9, time.monotonic() - self.began)
-            speed, note = f"{rate:.0f} {self.unit}/s", ", ".join(self.words.values())
+            speed = f"{rate:.0f} {self.unit}/s"
+            note = ", ".join(self.words.values()) if console.width > 110 else ""
             self.progress.update(self.task, completed=self.done, rate=speed, note=note)
 
 
