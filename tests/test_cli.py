@@ -142,12 +142,14 @@ def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, 
     assert "KeyError" in capsys.readouterr().err
 
 
-def test_a_bar_moves_with_batches_that_are_no_multiple_of_five(monkeypatch):
+def test_a_bar_moves_with_every_step(monkeypatch):
+    """Also with batches of eight, and where a second passes between one and two."""
     bar, drawn = console.ProgressBar("", 100, 0, quiet=True), []
     monkeypatch.setattr(bar, "_draw", lambda: drawn.append(bar.done))
-    for step in (1, 2, *range(8, 100, 8), 99, 100):
+    steps = [1, 2, *range(8, 100, 8), 100]
+    for step in steps:
         bar.update(step)
-    assert drawn == [*range(8, 100, 8), 100]
+    assert drawn == steps
 
 
 @pytest.mark.parametrize("width", [80, 140])

@@ -105,9 +105,8 @@ class ProgressBar:
 
     def update(self, step: int) -> None:
         """So many are done."""
-        before, self.done = self.done, step
-        if step // 5 > before // 5 or step == self.progress.tasks[0].total:
-            self._draw()
+        self.done = step
+        self._draw()
 
     def advance(self, number: int) -> None:
         """So many more are done."""
