@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from calmatch import cli
+from calmatch import cli, console
 from conftest import calmatch
 
 
@@ -137,3 +140,43 @@ def test_our_own_faults_show_a_traceback_and_exit_with_1(tmp_path, monkeypatch, 
     monkeypatch.setitem(cli.COMMANDS, "demo", (broken, ""))
     assert cli.main(["demo"]) == 1
     assert "KeyError" in capsys.readouterr().err
+
+
+def test_a_bar_moves_with_every_step(monkeypatch):
+    """Also with batches of eight, and where a second passes between one and two."""
+    bar, drawn = console.ProgressBar("", 100, 0, quiet=True), []
+    monkeypatch.setattr(bar, "_draw", lambda: drawn.append(bar.done))
+    steps = [1, 2, *range(8, 100, 8), 100]
+    for step in steps:
+        bar.update(step)
+    assert drawn == steps
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_bar_of_a_long_title_keeps_its_numbers_and_time_left(monkeypatch, width):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=width)
+    monkeypatch.setattr(console, "console", terminal)
+    title = "freematch(momentum=0.9) + margin(cap=0.98) x 5"
+    with console.ProgressBar(title, 2000, 0, quiet=False) as bar:
+        bar.began -= 100
+        bar.update(1000)
+        bar.note({"accepted": 0.88})
+    last = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue()).strip())[
+        -1
+    ]
+    assert "1000/2000" in last
+    assert "10 steps/s" in last
+    assert re.search(r"\d:\d\d:\d\d|-:--:--", last)
+    assert len(last.rstrip()) < width
+    assert ("pseudo-labels in use 88%" in last) == (width > 80)
+
+
+def test_an_interrupted_fit_says_that_it_goes_on(capsys):
+    def stop():
+        raise KeyboardInterrupt
+
+    assert console.run_guarded(stop, "fit") == 130
+    assert capsys.readouterr().err == "calmatch: interrupted; the same command continues.\n"
+    assert console.run_guarded(stop, "predict") == 130
+    assert capsys.readouterr().err == "calmatch: interrupted.\n"

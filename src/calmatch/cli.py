@@ -144,7 +144,8 @@ def _evaluate(options: opts.EvaluateOptions) -> None:
         return
     if options.pictures is not None:
         model = load(options.path, device=str(pick_device(options.device)), trust=options.trust)
-        checked = predict.check_images(model, options.pictures, options.labels, quiet=options.quiet)
+        facts = (options.pictures, options.labels, options.path)
+        checked = predict.check_images(model, *facts, quiet=options.quiet)
     elif path.suffix == ".csv" and options.labels is not None:
         checked = predict.check_table(path, options.labels)
     else:

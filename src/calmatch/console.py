@@ -93,7 +93,8 @@ class ProgressBar:
         start = (TextColumn("{task.description}"), BarColumn(18), MofNCompleteColumn())
         columns = (*start, rate, TimeRemainingColumn(), note)
         self.progress = Progress(*columns, console=console, disable=not self.show)
-        self.task = self.progress.add_task(title, total=steps, completed=done, rate="", note="")
+        short = title if len(title) < 25 else f"{title[:23]}…"  # 80 columns hold all but the note
+        self.task = self.progress.add_task(short, total=steps, completed=done, rate="", note="")
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -105,8 +106,7 @@ class ProgressBar:
     def update(self, step: int) -> None:
         """So many are done."""
         self.done = step
-        if step % 5 == 0 or step == self.progress.tasks[0].total:
-            self._draw()
+        self._draw()
 
     def advance(self, number: int) -> None:
         """So many more are done."""
@@ -124,7 +124,8 @@ class ProgressBar:
     def _draw(self) -> None:
         if self.show:
             rate = (self.done - self.start) / max(1e-9, time.monotonic() - self.began)
-            speed, note = f"{rate:.0f} {self.unit}/s", ", ".join(self.words.values())
+            speed = f"{rate:.0f} {self.unit}/s"
+            note = ", ".join(self.words.values()) if console.width > 110 else ""
             self.progress.update(self.task, completed=self.done, rate=speed, note=note)
 
 
@@ -140,7 +141,8 @@ def run_guarded(act: Callable[[], int], command: str = "") -> int:
             sys.stdout.flush()
             return code
     except KeyboardInterrupt:
-        print("calmatch: interrupted.", file=sys.stderr)
+        more = "; the same command continues" if command == "fit" else ""
+        print(f"calmatch: interrupted{more}.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, `| head` for example
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

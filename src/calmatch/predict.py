@@ -326,9 +326,12 @@ class Checked(NamedTuple):
 
 
 def check_images(
-    model: Model, images: Path, labels: Path | None = None, *, quiet: bool = False
+    model: Model, images: Path, labels: Path | None = None, run: Path = Path(), *, quiet: bool
 ) -> Checked:
-    """A model's predictions of labelled images: class folders, or any folder and a label file."""
+    """A model's predictions of labelled images: class folders, or any folder and a label file.
+
+    Those that the fit in the folder `run` learned from are left out: they would flatter it.
+    """
     if labels is None:
         from calmatch.data.folder import read_folder
 
@@ -340,6 +343,12 @@ def check_images(
     if strange := sorted(set(truth.values()) - set(model.classes)):
         known = ", ".join(model.classes[:20])
         raise ValueError(f"The model does not know {strange[0]!r}, only: {known}.")
+    place, learned = ImageSource(images).root.resolve(), _find_learned(run)
+    if flattering := [name for name in truth if place / name in learned]:
+        console.warn(f"Left out are {len(flattering)} pictures that the model learned from.")
+        truth = {name: truth[name] for name in truth.keys() - set(flattering)}
+    if not truth:
+        raise ValueError("The model learned from all of these; evaluate it by other pictures.")
     source = ImageSource(images, frozenset(truth))
     rows = []
     with console.ProgressBar("Pictures", len(truth), 0, quiet, "pictures") as bar:
@@ -352,6 +361,17 @@ def check_images(
     if not rows:
         raise ValueError(f"No labelled picture in {images} can be decoded.")
     return _check([(r.file, r.label, r.confidence, r.probs) for r in rows], truth, model.classes)
+
+
+def _find_learned(folder: Path) -> set[Path]:
+    """Images whose labels a fit learned from; those it held out altogether are not among them."""
+    from calmatch.runs import load_run
+
+    if not (folder / "fit.json").is_file() or load_run(folder).result.evaluated_on != "crossfit":
+        return set()
+    root = str(spec.parse(load_run(folder).config.dataset).kwargs.get("root", ""))
+    names = files.read_arrays(folder / "predictions.npz").get("files", ())
+    return {Path(root, str(name)) for name in names}
 
 
 def check_table(path: Path, labels: Path) -> Checked:

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 import unicodedata
 from pathlib import Path
@@ -235,6 +237,14 @@ def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(ValueError, match="too large"):
         decode(raw, 16)
+
+
+def test_pillow_warns_of_no_large_picture_on_the_console():
+    words = "import io; from PIL import Image; from calmatch.data.images import open_image as see;"
+    words += "Image.MAX_IMAGE_PIXELS = 3000; file = io.BytesIO();"
+    words += "Image.new('L', (64, 64)).save(file, 'PNG'); print(see(file.getvalue()).size)"
+    answer = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    assert (answer.stdout, answer.stderr) == ("(64, 64)\n", "")
 
 
 def test_a_large_jpeg_looks_the_same_as_a_png():

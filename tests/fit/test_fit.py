@@ -204,6 +204,7 @@ def test_a_model_is_measured_on_labelled_pictures_and_so_is_its_table(
         (["RUN", "--labels", "strange.csv"], "--labels belongs to RUN PICTURES"),
         (["strange.csv", "--labels", "strange.csv"], "not a table that"),
         (["RUN", "nowhere"], "There is no"),
+        (["RUN", "PICS"], "The model learned from all of these"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(
@@ -215,6 +216,18 @@ def test_what_cannot_be_measured_is_one_sentence(
     places = {"RUN": str(fitted["frozen"].folder), "PICS": str(pics)}
     assert main(["evaluate", *(places.get(word, word) for word in words)]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_model_is_not_measured_on_what_it_learned_from(pics, fitted, tmp_path, capsys):
+    """A person's table of the truth often names the labels of the fit too."""
+    known, free = (sorted((pics / place).iterdir()) for place in ("kind 0", "unlabelled"))
+    lines = [f"{p.relative_to(pics).as_posix()},kind 0" for p in (*known, *free[:7])]
+    (tmp_path / "truth.csv").write_text("\n".join(["file,label", *lines]))
+    words = ["--labels", str(tmp_path / "truth.csv"), "--resamples", "0"]
+    assert main(["evaluate", str(fitted["frozen"].folder), str(pics), *words]) == 0
+    said = capsys.readouterr()
+    assert "7 pictures" in said.out
+    assert f"Left out are {len(known)} pictures that the model learned from" in said.err
 
 
 def test_a_resumed_fit_does_not_mix_pictures(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from calmatch.report import (
 )
 from calmatch.report.summary import make_predictions, most_answers, risk_coverage
 from calmatch.report.text import print_runs, short_verdict
+from calmatch.runs import load_run
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +300,28 @@ def test_the_operating_point_is_the_models_own_where_it_has_one(tmp_path):
     (run.folder / "model.json").write_text(json.dumps({"selective": selective}))
     text, _ = page_of([run], tmp_path / "report.html")
     assert "at least 19 more evaluated labels" in text
+
+
+def test_few_labels_of_a_fit_are_not_called_a_measured_calibration(tmp_path):
+    result = {"evaluated_on": "crossfit", "kept": "transductive"}
+    result |= {"scores": {"transductive": 0.5123, "logistic regression": 0.75}}
+    run = folders.made(tmp_path / "run", pictures=40, steps=0, **result)
+    selective = SELECTIVE | {"threshold": None, "labels": 40, "missing": 0, "cross_fitted": True}
+    (run.folder / "model.json").write_text(json.dumps({"selective": selective}))
+    text, page = page_of([run], tmp_path / "report.html")
+    words = " ".join(page.words)
+    assert "Of 100 new pictures, about" in words
+    assert "40 labels are too few to measure it" in words
+    assert "percentage points on average" not in words
+    assert "No better than guessing" not in words
+    assert "Could answer" not in words  # nothing is promised, so nothing is called sure
+    assert re.search(r"transductive</th><td>0.512</td><td>kept<", text)
+    assert 'data-chart="curves"' not in text
+    flat = {"value": 0.75, "low": 0.6, "high": 0.9}
+    metrics_of = {name: item._asdict() for name, item in run.result.metrics.items()}
+    entries = run.result.dump() | {"metrics": metrics_of | {"error": flat}}
+    (run.folder / "result.json").write_text(json.dumps(entries))
+    assert "No better than guessing" in page_of([load_run(run.folder)], tmp_path / "report.html")[0]
 
 
 def test_the_verdict_follows_the_direction_of_the_error(tmp_path):

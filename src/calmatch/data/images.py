@@ -41,8 +41,8 @@ KEPT_SECONDS = 30 * 24 * 3600  # that an array stays after its last use
 MARKER = "CACHEDIR.TAG"  # of a folder that may be deleted: https://bford.info/cachedir/
 SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n# Decoded images of calmatch.\n"
 OWN_NAME = re.compile(r"\.?[a-z0-9]+-[0-9a-f-]+\.(npy|json)(\.\d+\.part)?")
-# Damaged metadata does not spoil an image. Once for all: what a thread sets, others restore.
-warnings.filterwarnings("ignore", "", UserWarning, r"PIL\.")
+# Damaged metadata spoils nothing, and of bombs we speak. Once: what a thread sets, others restore.
+warnings.filterwarnings("ignore", "", Warning, r"PIL\.")
 # Pieces so large that the system takes them back: of small ones every thread would keep its own.
 Image.core.set_block_size(1 << 26)  # type: ignore[attr-defined]
 Pixels = NDArray[np.uint8]

@@ -159,18 +159,20 @@ def headline_numbers(run: Run, preds: Predictions) -> dict[str, Any]:
         values[name] = measured._asdict()
     confidence, accuracy = float(preds.confidence.mean()), float(preds.right.mean())
     means = {"confidence": confidence, "accuracy": accuracy, "over": confidence - accuracy}
-    n = len(preds.labels)
+    n, own = len(preds.labels), run.result.evaluated_on != "test"  # a fit's labels
+    lost = own and values["error"]["value"] >= 0.9 * (1 - 1 / preds.probs.shape[1])
+    means |= {"few": own and n < metrics.FEW, "lost": lost}
     spread = 1.96 * float((preds.confidence - preds.right).std(correction=0)) / n**0.5
     return {**values, **means, "over_shown": abs(means["over"]) > spread, "n": n}
 
 
 def operating_point(run: Run, preds: Predictions) -> dict[str, Any] | None:
-    """The threshold the model came with; else the most answers with at most 5 % error here."""
+    """The threshold the model came with, or none; else the most answers with 5 % error here."""
     own = _calibration(run).get("selective")
-    if own and own.threshold is not None:
-        point = summary.at_threshold(preds, own.threshold)
+    if own is None:
+        point = summary.most_answers(preds, WANTED)
     else:
-        own, point = None, summary.most_answers(preds, WANTED)
+        point = None if own.threshold is None else summary.at_threshold(preds, own.threshold)
     return point and {**point, "own": own is not None}
 
 
@@ -254,13 +256,12 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     home, folder = page.parent.resolve(), run.folder.resolve()
     config = Path("config.json") if home == folder else Path(run.folder.name) / "config.json"
     repeat = [f"calmatch train {config} --out NEW_FOLDER", "calmatch report NEW_FOLDER"]
-    if (run.folder / "fit.json").is_file():
-        repeat = ["calmatch fit PICTURES --out NEW_FOLDER"]
     linked = folder.parent == home and (run.folder / "report.html").is_file()
     point = _calibration(run).get("selective")
     return {
         "result": run.result,
         "promise": point.describe() if point else "",
+        "candidates": {k: (v, k == run.result.kept) for k, v in run.result.scores.items()},
         "cells": text.table_cells(run),
         "commands": list(run.result.commands) or repeat,
         "config": json.dumps(run.config.dump(), indent=2, ensure_ascii=False),
@@ -277,12 +278,13 @@ def run_facts(run: Run) -> list[tuple[str, str]]:
     environment = _read_json(run.folder / "environment.json")
     known = environment.get("versions")
     versions = [f"{k} {v}" for k, v in known.items()] if isinstance(known, dict) else []
+    learned = f"{config.method}{f' + {config.penalty}' if config.penalty else ''}"
     was, before = result.before_calibration, ""
     if {"ece", "nll"} <= set(was):
         before = f"ECE {summary.percent(was['ece'])} %, NLL {was['nll']:.2f} nats"
     facts = {
         "pictures": describe_data(run),
-        "method": f"{config.method}{f' + {config.penalty}' if config.penalty else ''}",
+        "method": result.kept if result.kept and not result.step else learned,
         "network": config.net,
         "weights": weights if result.step else "",
         "seed": str(config.seed),
