@@ -200,8 +200,8 @@ class Recorder(portfolio.Teachers):
 
     students: list[tuple[Any, Any]]
 
-    def teach(self, cases: Any, classes: int | None = None) -> Any:
-        weights = super().teach(cases, classes)
+    def teach(self, cases: Any, classes: int | None = None, bar: Any = None) -> Any:
+        weights = super().teach(cases, classes, bar)
         self.students += [(rows, own) for (rows, _), own in zip(cases, weights, strict=True)]
         return weights
 

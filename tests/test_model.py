@@ -331,6 +331,14 @@ def test_a_model_answers_for_a_path_an_image_an_array_or_a_list(tmp_path):
     assert answer == model.predict(str(tmp_path / "x.png"))
     assert answer == model.predict(Image.fromarray(pixels)) == model.predict(pixels)
     assert model.predict([pixels, tmp_path / "x.png"])[1].label == answer.label
+    turned = Image.Exif()
+    turned[274] = 6  # taken with the camera on its side
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=turned)
+    deep = np.linspace(0, 40_000, 600).astype(np.uint16).reshape(20, 30)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    for path in (tmp_path / "turned.png", tmp_path / "deep.png"):
+        with Image.open(path) as image:
+            assert model.predict(image) == model.predict(path)
     assert answer.label in model.classes
     assert model.predict([]) == []
     for wrong in (3, pixels.astype(float), np.zeros((8, 8, 5), np.uint8)):

@@ -140,8 +140,9 @@ class Model:
     def _pixels(self, item: Any) -> Any:
         """uint8 [3, size, size], as `calmatch predict` decodes a file."""
         from PIL import Image
+        from PIL.ImageOps import exif_transpose as upright
 
-        from calmatch.data.images import ImageFiles, square_image
+        from calmatch.data.images import ImageFiles, plain_colours, square_image
 
         if isinstance(item, str | Path):
             path = Path(item)
@@ -154,7 +155,7 @@ class Model:
             raise ValueError("Predict a path, a PIL image, an array, or a list of such.")
         if not min(item.size):
             raise ValueError("An image needs at least one pixel.")
-        return square_image(item.convert("RGB"), self.size, self.squash)
+        return square_image(plain_colours(upright(item)), self.size, self.squash)
 
     def answer(self, probs: Tensor) -> list[Answer]:
         """What to say, from calibrated probabilities [N, C]; nothing is sure without a promise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from PIL import Image
 
 from calmatch import fit as fits
 from calmatch.cli import _parse, main
+from calmatch.data.folder import ImageFolder
+from calmatch.fit import text
 from calmatch.model import load_model
 from calmatch.options import DINO, FitOptions
 
@@ -121,8 +124,32 @@ def test_the_command_in_the_report_repeats_the_fit_exactly(tmp_path):
         trust=True,
         device="cpu",
     )
-    words = shlex.split(fits._command(asked))
-    assert words[:2] == ["calmatch", "fit"]
-    again = _parse("FitOptions", words[2:], "fit")
-    assert again.dump() == asked.dump()
-    assert again.trust == asked.trust
+    planned = {"net": "small", "size": 32, "steps": 7, "batch": 8}
+    for settled in (planned, {"net": "small", "views": [[40, 0, 0, False]] * 3}):
+        words = shlex.split(fits._command(asked, settled))
+        assert words[:2] == ["calmatch", "fit"]
+        again = _parse("FitOptions", words[2:], "fit")
+        exact = {"size": 40, "tta": 3} if "views" in settled else {"size": 32, "batch": 8}
+        assert again.dump() == dataclasses.replace(asked, **exact).dump()  # --from names the net
+        assert again.trust == asked.trust
+        words = shlex.split(fits._command(dataclasses.replace(asked, start=None), settled))
+        assert _parse("FitOptions", words[2:], "fit").net == "small"
+
+
+def test_a_class_whose_labels_cannot_be_decoded_is_one_sentence(tmp_path, capsys):
+    root = draw(tmp_path / "pics", [(4, 8)] * 3)
+    broken = sorted(path for path in root.iterdir() if path.is_dir())[1]
+    for path in broken.iterdir():
+        path.write_bytes(b"no picture")
+    words = ["fit", str(root), "--net", "tiny", "--frozen", "--out", str(tmp_path / "run")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"Class {broken.name!r} has no label left whose picture can be decoded" in said
+
+
+def test_a_model_that_only_knows_the_common_class_says_so():
+    own = ImageFolder(Path(), (), (0,) * 49 + (1,), ("a", "b"))
+    lines = text.describe_guessing(0.02, own)
+    assert "always answering 'a', as 98% of the labels do" in lines[0]
+    assert not text.describe_guessing(0.01, own)
+    assert not text.describe_guessing(0.3, own._replace(labels=(0, 1) * 20))

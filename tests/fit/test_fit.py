@@ -460,3 +460,14 @@ def test_features_that_are_streamed_make_the_same_model(engine, tmp_path, monkey
 def test_a_cluster_is_refused_where_the_whole_network_learns(pics, tmp_path):
     with pytest.raises(ValueError, match="--engine ray is for a frozen network"):
         fit_into(options(pics, no_frozen=True, engine="ray"), tmp_path / "run")
+
+
+def test_a_frozen_network_with_a_methods_head_stays_frozen_with_from(pics, tmp_path):
+    asked = FitOptions(pics, net="tiny", frozen=True, method="fixmatch", steps=5, device="cpu")
+    first = fit_into(asked, tmp_path / "first")
+    assert not first.config.net.startswith("embedded")
+    second = fit_into(FitOptions(pics, start=first.folder, device="cpu"), tmp_path / "second")
+    plans = [json.loads((run.folder / "fit.json").read_text())["plan"] for run in (first, second)]
+    assert plans[0]["views"] == plans[1]["views"]
+    assert "start.safetensors" not in plans[1]["note"]
+    assert second.result.scores.keys() == {"transductive", "logistic regression"}

@@ -338,3 +338,14 @@ def test_weights_of_a_model_of_ours_start_a_network(tmp_path):
     own, other = first.state_dict(), second.state_dict()
     same = [name for name in own if torch.equal(own[name], other[name])]
     assert {name for name in own if name not in same} == {"head.weight", "head.bias"}
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+    deeper, shallow = (
+        timm.create_model(name, num_classes=3) for name in ("resnet14t", "resnet10t")
+    )
+    save_file(shallow.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match="another network's weights"):
+        nets.build(f"timm.resnet14t(pretrained='{tmp_path / 'w.safetensors'}')", 5, 32)
+    save_file(deeper.state_dict(), tmp_path / "w.safetensors")
+    nets.build(f"timm.resnet14t(pretrained='{tmp_path / 'w.safetensors'}')", 5, 32)

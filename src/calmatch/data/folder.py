@@ -256,6 +256,14 @@ def arrange_rows(
     return train, sorted(held)
 
 
+def refuse_unseen_classes(folder: ImageFolder) -> tuple[int, ...]:
+    """How many labels each class has; one without any cannot be learned."""
+    if 0 in folder.counts:
+        name = folder.classes[folder.counts.index(0)]
+        raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
+    return folder.counts
+
+
 def own_images(
     *,
     root: str,
@@ -278,10 +286,7 @@ def own_images(
     images, folder = decode_folder(folder, size, strict)
     rows, held = arrange_rows(folder, hold, most, seed)
     y = torch.tensor(folder.labels)
-    counts = folder.some(rows).counts
-    if 0 in counts:
-        name = folder.classes[counts.index(0)]
-        raise ValueError(f"Class {name!r} has no label left whose picture can be decoded.")
+    counts = refuse_unseen_classes(folder.some(rows))
     test = held or [k for k in rows if folder.labels[k] >= 0]
     if not (mean and std):  # by up to 1,000 images
         flat = images.take(rows[:: max(1, len(rows) // 1000)]).div(255).transpose(0, 1).flatten(1)

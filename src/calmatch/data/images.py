@@ -193,7 +193,7 @@ def decode(data: bytes, size: int, squash: bool = False) -> Pixels:
         room = _decoded_bytes(image)  # of a file of several scans, libjpeg holds all the same
     with _pixel_room.hold(room):
         ImageOps.exif_transpose(image, in_place=True)
-        return square_image(_plain_colours(image), size, squash)
+        return square_image(plain_colours(image), size, squash)
 
 
 def preview(data: bytes, side: int) -> Image.Image:
@@ -202,7 +202,7 @@ def preview(data: bytes, side: int) -> Image.Image:
     image.draft("RGB", (side, side))
     with _pixel_room.hold(PIXEL * image.width * image.height):
         ImageOps.exif_transpose(image, in_place=True)
-        plain = _plain_colours(image)
+        plain = plain_colours(image)
         plain.thumbnail((side, side))
         return plain
 
@@ -228,7 +228,7 @@ def _decoded_bytes(image: Image.Image) -> int:
     return PIXEL_OF.get(image.format or "", PIXEL) * image.width * image.height
 
 
-def _plain_colours(image: Image.Image) -> Image.Image:
+def plain_colours(image: Image.Image) -> Image.Image:
     """RGB of eight bits without transparency, made strip by strip where the image is large."""
     top = _find_white(image) if image.mode.startswith("I") or image.mode == "F" else 0.0
     if image.mode == "RGB" and not image.has_transparency_data:

@@ -110,9 +110,10 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     y, seen = labels[rows][labelled], pool.some(rows)
     with console.ProgressBar("candidates", portfolio.FITS, 0, quiet, unit="fits") as bar:
         embedding = portfolio.Embedding.fit(seen)
+        bar.advance(1)
         teachers = portfolio.Teachers(embedding.spaces(seen), classes)
-        parts = portfolio.parts_agreement(seen, labelled, y, classes)
-        bar.advance(2)
+        bar.advance(1)
+        parts = portfolio.parts_agreement(seen, labelled, y, classes, bar)
         candidates = [
             portfolio.fit_transductive(teachers, labelled, y, bar, parts),
             portfolio.fit_logistic(seen, labelled, y, classes, bar),
@@ -181,6 +182,7 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     if ray is None and 3 * source**2 * len(own.names) <= listing.LARGEST:
         with console.ProgressBar("decoding", len(own.names), 0, quiet, unit="pictures") as bar:
             images, own = listing.decode_folder(own, source, options.strict, bar, squash=True)
+    listing.refuse_unseen_classes(own)
     console.message(text.describe_folder(own, listing.fitting_size(own)[1]), quiet)
     console.message((f"  {note}" for note in own.notes), quiet)
     text.show_stage(3, quiet)
@@ -190,6 +192,7 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     files_own = ImageFiles(own.root, own.names, source, True)
     pool = features.compute_blocks(extractor, files_own, quiet, ray)
     images, own = listing.leave_out_broken(files_own, own, pool.rows.tolist(), options.strict)
+    listing.refuse_unseen_classes(own)
     console.message(text.describe_skipped(own), quiet)
     return extractor, images, own, pool, notes
 
@@ -269,7 +272,8 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
     """Calibrate, and write everything that outlives the fit; result.json says that it is done."""
     options, folder = job.options, job.folder
     own, base, held, calibration = outcome.own, outcome.base, outcome.held, outcome.calibration
-    origin = {"command": _command(options), "learned_by": outcome.kept}
+    command = _command(options, files.read_json(folder / "fit.json")["plan"])
+    origin = {"command": command, "learned_by": outcome.kept}
     save_calibration(folder, *calibration[:3], origin)
     names = [own.names[row] for row in held.rows]
     kept = {"log_probs": calibration.log_probs, "raw_log_probs": held.log_probs}
@@ -295,7 +299,7 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
         scores=outcome.scores,
         skipped=tuple(tuple(item) for item in own.skipped),
         images={**base.images, "test": len(held.labels)},
-        commands=(_command(options),),
+        commands=(command,),
     )
     files.write_json(folder / "result.json", result.dump())
     run = runs.load_run(folder)
@@ -304,8 +308,14 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
     return run
 
 
-def _command(options: FitOptions) -> str:
-    """The command line that repeats the fit."""
+def _command(options: FitOptions, settled: Mapping[str, Any]) -> str:
+    """The command line that repeats the fit, with what was planned by measuring."""
+    exact = {k: settled[k] for k in ("net", "size", "steps", "batch") if k in settled}
+    if views := settled.get("views"):
+        exact |= {"size": views[0][0], "tta": len(views)}
+    if options.start is not None:
+        del exact["net"]
+    options = dataclasses.replace(options, **exact)
     words = ["calmatch", "fit", str(options.pictures)]
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)

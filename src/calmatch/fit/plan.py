@@ -36,6 +36,7 @@ SMALLEST_SIZE = 96  # pixels, below which a pretrained network sees too little
 HOLD_FROM = 200  # labels from which some are held out when the whole network learns
 FEWEST, MOST = 60, 5000  # steps of a whole network
 MOST_PRETRAINED = 2000  # after more, fold models with fewer labels mislead (research/log.md)
+SLOW_STEP = 1.0  # seconds from which two steps tell enough
 COMPILE_FROM = 2000  # steps from which compiling, a minute of a GPU, is expected to pay
 
 
@@ -183,7 +184,8 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     while number > drop(0) and not fits():
         number = drop(number * 4 // 5)
     shown = f"in {len(views)} views" if len(views) > 1 else "in one view"
-    note = f"Pictures are shown to {extractor.net} at {size} px, {shown}."
+    name = spec.parse(extractor.net).name
+    note = f"Pictures are shown to {name} at {size} px, {shown}."
     if grey:
         note += " They are grey, so none is mirrored: a mirrored letter is another one."
     if everything < whole:
@@ -300,7 +302,7 @@ def make_plan(
         steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
         lasting += steps[-1] * seconds / 60
     if late:
-        note = f"It takes about {lasting:.0f} minutes instead of {options.minutes:g}, because "
+        note = f"It takes about {lasting:.2g} minutes instead of {options.minutes:g}, because "
         note += f"fewer than {FEWEST} steps teach nothing. A smaller --size is faster."
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
@@ -351,5 +353,8 @@ def _time_step(config: Config) -> float:
     few = config.replace(steps=12, chunk=4, compile=False)
     with torch.random.fork_rng():
         run = new_training(few)
-        time_call(run.advance, 4)
+        first = time_call(run.advance, 2)
+        if first > SLOW_STEP:
+            return first
+        time_call(run.advance, 2)
         return time_call(run.advance, 8)

@@ -130,7 +130,9 @@ class Teachers:
         """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
         return self.teach([(rows, labels)], classes)[0]
 
-    def teach(self, cases: Sequence[tuple[Rows, Rows]], classes: int | None = None) -> list[Array]:
+    def teach(
+        self, cases: Sequence[tuple[Rows, Rows]], classes: int | None = None, bar: Any = None
+    ) -> list[Array]:
         """Students of several sets of labelled rows, side by side; each as if alone."""
         shape, students = (classes or self.classes, len(self.inputs)), list[Array]()
         together = max(1, CACHED // (shape[0] * shape[1]))
@@ -143,6 +145,8 @@ class Teachers:
                 taught = (np.mean(clusters, 0) + self._propagate(known)) / 2
                 taught = np.where(known.any(1, keepdims=True), known, taught)
                 students += [*fit_linear(self.inputs, taught.swapaxes(1, 2), DECAY)]
+            if bar is not None:
+                bar.advance(len(some))
         return students
 
     def _propagate(self, known: Array) -> Array:
@@ -223,7 +227,7 @@ def fit_linear(
 
 FOLDS, REPEATS, HALVINGS = 4, 2, 8
 ECHOES, ECHO_TEMPERATURE = 8, 0.5  # of echo_agreement
-FITS = 4 + FOLDS * (REPEATS + 1) + 2 * HALVINGS + ECHOES  # of all candidates
+FITS = 6 + FOLDS * (REPEATS + 1) + 2 * HALVINGS + ECHOES  # of all candidates
 BAG_DECAY = 1e-4  # of the layer that learns the students' average
 STRENGTHS = np.logspace(-4, 0, 5)  # C of logistic regression
 
@@ -262,8 +266,7 @@ def fit_transductive(
     chosen = [rest for repeat in range(REPEATS) for _, rest in folds_of(labels, repeat)]
     chosen += [side for repeat in range(HALVINGS) for side in _halves_of(labels, repeat)]
     cases = [(rows[seen], labels[seen]) for seen in (*chosen, np.ones(len(labels), bool))]
-    *students, whole = teachers.teach(cases)
-    bar.advance(len(cases))
+    *students, whole = teachers.teach(cases, bar=bar)
     probs = np.stack([softmax(inputs @ own[:-1] + own[-1]) for own in students])
     weights = fit_linear(inputs, probs.mean(0), BAG_DECAY)
     signs, pool = dict[str, Any](), None
@@ -280,14 +283,16 @@ def fit_transductive(
     return evaluated("transductive", weights, True, held, place, rows, labels, pool, signs)
 
 
-def parts_agreement(seen: Features, rows: Rows, labels: Rows, classes: int) -> float | None:
+def parts_agreement(
+    seen: Features, rows: Rows, labels: Rows, classes: int, bar: Any = None
+) -> float | None:
     """On how many unlabelled images a student of the last layer and one of the stages agree."""
     free, guesses = np.setdiff1d(np.arange(len(seen.last[0])), rows), []
     if seen.stages is None or not len(free):
         return None
     for part in (Features(seen.last), Features((), seen.stages)):
         teachers = Teachers(Embedding.fit(part).spaces(part), classes)
-        own = teachers.student(rows, labels)
+        (own,) = teachers.teach([(rows, labels)], bar=bar)
         guesses.append((teachers.inputs[free] @ own[:-1] + own[-1]).argmax(1))
     return float((guesses[0] == guesses[1]).mean())
 
@@ -309,10 +314,8 @@ def echo_agreement(
         counts = np.bincount(y, minlength=share.shape[1])
         some = np.concatenate([order[:k] for order, k in zip(orders, counts, strict=True)])
         cases.append((some, drawn[some]))
-    others = teachers.teach(cases, share.shape[1])
+    others = teachers.teach(cases, share.shape[1], bar)
     guesses = np.stack([(teachers.inputs @ own[:-1] + own[-1]).argmax(1) for own in others])
-    if bar is not None:
-        bar.advance(echoes)
     return float((guesses == logits.argmax(1))[:, free if free.any() else ~free].mean())
 
 

@@ -65,19 +65,30 @@ def describe_calibration(calibration: Calibration, before: Tensor, labels: Tenso
     return f"{text}{100 * ece.low:.1f} to {100 * ece.high:.1f})."
 
 
+def describe_guessing(error: float, own: ImageFolder) -> list[str]:
+    """Whether it is worth no more than chance, or than the class that most labels have."""
+    most = max(own.counts)
+    share = most / len(own.known)
+    if error >= 0.9 * (1 - 1 / len(own.classes)):
+        text = "No better than guessing: with these labels the classes cannot be told apart. Label "
+        text += "more pictures of every class, and check that labels and pictures belong together."
+    elif share > 0.5 and error >= 0.9 * (1 - share):
+        text = f"No better than always answering {own.classes[own.counts.index(most)]!r}, as "
+        text += f"{share:.0%} of the labels do: label more pictures of the other classes."
+    else:
+        return []
+    return [text]
+
+
 def describe_result(
     run: Run, held: HeldOut, calibration: Calibration, own: ImageFolder, asked: Predicted | None
 ) -> str:
     """The result in plain words, and the next commands."""
     error = calibration.after["error"]
     number = run.result.images["test"]
-    lines = [""]
-    if error.value >= 0.9 * (1 - 1 / len(own.classes)):
-        lines.append(
-            "No better than guessing: with these labels the classes cannot be told apart. Label "
-            "more pictures of every class, and check that labels and pictures belong together."
-        )
-    lines += [
+    lines = [
+        "",
+        *describe_guessing(error.value, own),
         f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
         f"labels that the evaluated models had not seen).",

@@ -97,10 +97,13 @@ def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[
     target = folder / "work" / "start.safetensors"
     item = spec.parse(model.note["net"])
     body: Any = model.network.net.body
-    frozen, size = item.name == "embedded" and options.freeze is not False, model.size
-    if frozen:
+    frozen = (model.squash or item.name == "embedded") and options.freeze is not False
+    size = model.size
+    if frozen and item.name == "embedded":
         size, item = item.kwargs.get("size", 224), spec.parse(item.kwargs["on"])
         body = body.body
+    elif frozen:
+        size = model.network.views.views[0].size
     write_checkpoint(target, copy_to_host(body.state_dict()), {})
     settings = {k: v for k, v in item.kwargs.items() if k != "pretrained"}
     net = spec.write(item._replace(kwargs={**settings, "pretrained": str(target.resolve())}))

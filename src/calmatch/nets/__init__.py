@@ -70,9 +70,15 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
     if file:
         path = _download(item.name) if file == "usb" else Path(file)
+        heads = tuple(f"{start}{head}" for start in ("", "model.") for head in DROPPED_HEADS)
+        own = [k for k in built.state_dict() if not k.startswith(heads) and "num_batches" not in k]
         state = fit_state(read_state(path), built.state_dict())
         if not state:
             raise ValueError(f"{path} has no weights that fit {item.name}.")
+        if (share := sum(k in state for k in own) / len(own)) < ENOUGH:
+            raise ValueError(
+                f"Only {share:.0%} of {item.name} is in {path}: they are another network's weights."
+            )
         load_state(built, state, str(path))
     return built
 
@@ -192,6 +198,7 @@ def load_state(net: nn.Module, state: Mapping[str, Tensor], source: str) -> None
     messages.append(f"{start}, started anew: {', '.join(fresh[:6]) or 'none'}.")
 
 
+ENOUGH = 0.9  # share of a network's tensors, but for its head, that a file must have
 OURS = "net/body."  # before the names of a network's tensors in a model of ours
 
 

@@ -428,7 +428,8 @@ class Selective(NamedTuple):
                 why = f" yet: that needs at least {self.missing} more evaluated labels."
             start = f"It cannot promise {accuracy} accuracy with {certainty} certainty"
             return f"{start} at any confidence{why} Until then every answer is marked not sure."
-        where = f"Where its confidence is {self.threshold:.2f} or more ({self.coverage:.0%} of the "
+        level = f"{self.threshold:.{2 if self.threshold < 0.995 else 4}f}"
+        where = f"Where its confidence is {level} or more ({self.coverage:.0%} of the "
         if self.learned:
             return (
                 f"{where}unlabelled pictures), at least {accuracy} of its answers are right, as "
