@@ -141,6 +141,10 @@ def _evaluate(options: opts.EvaluateOptions) -> None:
         print_metrics(values, len(labels), intervals)
         if run and run.result.test_selected:
             print(TEST_SELECTED)
+        if run and run.result.evaluated_on == "crossfit":
+            value, low, high = (100 * end for end in run.result.metrics["error"])
+            print("The labels alone say this; with what unlabelled pictures show too, `fit` gave")
+            print(f"{value:.1f} % error (95 % interval {low:.1f} to {high:.1f}).")
         return
     if options.pictures is not None:
         model = load(options.path, device=str(pick_device(options.device)), trust=options.trust)

@@ -13,7 +13,7 @@ import torch
 from calmatch import nets
 from calmatch.data.folder import ImageFolder, decode_folder, read_folder
 from calmatch.fit import plan, portfolio
-from calmatch.options import DINO, hub_answers
+from calmatch.options import DINO, FitOptions, hub_answers
 from pictures import blobs, options
 
 
@@ -206,3 +206,10 @@ def test_minutes_begin_with_the_command_however_old_the_process_is(monkeypatch, 
     before = time.monotonic()
     assert typed("fit", "nowhere").returncode != 0
     assert before <= began[0] <= time.monotonic()
+
+
+@pytest.mark.parametrize("name", ["efficientnet_lite9", "timm.nosuchnet"])
+def test_a_network_that_is_none_is_a_sentence_before_anything_is_measured(name, monkeypatch):
+    monkeypatch.setattr(plan, "hub_answers", lambda: False)
+    with pytest.raises(ValueError, match=r"There is no net called|timm has no model"):
+        plan.choose_network(FitOptions(Path(), net=name), torch.device("cpu"))

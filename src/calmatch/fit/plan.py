@@ -94,8 +94,11 @@ def choose_network(options: FitOptions, device: torch.device) -> tuple[str, bool
         item = spec.parse(options.net)
         if item.name.startswith("timm."):  # pretrained unless that is declined
             item = item._replace(kwargs={"pretrained": True, **item.kwargs})
+        else:  # before anything is measured
+            spec.find(item.name, nets.NETS, "net")
         ready = bool(item.kwargs.get("pretrained", item.name in nets.LITE))
         if item.kwargs.get("pretrained") is True and not _can_be_had(item.name):
+            nets.build(f"{item.name}(pretrained=False)", 2)  # a sentence if there is none
             raise ValueError(
                 f"The weights of {item.name} are not here, and {HUB} does not answer; name a file, "
                 f"{item.name}(pretrained='FILE'), or another network of `calmatch nets`."
