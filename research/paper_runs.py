@@ -691,7 +691,7 @@ def write_page(options: argparse.Namespace) -> None:
     runs = page.splitlines()[2].partition(" ")[0]
     about = f"{runs} short runs of the paper's network (ViT-S/2), EuroSAT with 20 and 40 labels "
     about += (
-        "and\nCIFAR-10 with 40; it was pretrained here and is weak (EuroSAT-40: 33 to 45 % error, "
+        "and\nCIFAR-10 with 40; it was pretrained here and is weak (EuroSAT-40: 33 to 49 % error, "
     )
     about += (
         "the paper's 5;\nlogistic regression on its frozen features 33 to 43): only differences "
@@ -787,8 +787,14 @@ def claims(cells: Cells) -> Iterator[tuple[str, str, str]]:
         "Plain methods are overconfident (Observation 1): confidence less accuracy", ahead, 1
     )
     agree = [100 * line["agree"] for r in plain for line in r.values() if line["agree"] is not None]
-    words = f"{min(agree):.0f} to {max(agree):.0f} % at the end" if agree else "no run"
-    yield "More than 80 % of accepted pictures agree (Observation 2)", words, verdict(agree, 80)
+    claim, words, held = "More than 80 % of accepted pictures agree (Observation 2)", "no run", "–"
+    if agree:
+        words = f"{np.mean(agree):.0f} % on average of {len(agree)} runs at their end ("
+        words += f"{min(agree):.0f} to {max(agree):.0f})"
+        reach = 2 * np.std(agree) / len(agree) ** 0.5
+        ends = np.mean(agree) - 80 - reach, np.mean(agree) - 80 + reach
+        held = "yes" if ends[0] > 0 else "no" if ends[1] < 0 else "not shown"
+    yield claim, words, held
     pairs = {
         cell: (runs, cells[cell.beside(cell.row.removesuffix(" + margin"))])
         for cell, runs in cells.items()
@@ -861,18 +867,6 @@ def compared(claim: str, differences: list[float], sign: int = -1) -> tuple[str,
     if test.number < FEWEST:
         return claim, words, "too few pairs"
     return claim, words, "yes" if ends[0] > 0 else "no" if ends[1] < 0 else "not shown"
-
-
-def verdict(values: list[float], least: float) -> str:
-    return (
-        "–"
-        if not values
-        else "yes"
-        if min(values) > least
-        else "in part"
-        if max(values) > least
-        else "no"
-    )
 
 
 if __name__ == "__main__":
