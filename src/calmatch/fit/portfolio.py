@@ -29,12 +29,12 @@ from calmatch.nets import fuse
 Array = NDArray[np.float32]
 Rows = NDArray[Any]  # places of images, or their labels
 Signs = Mapping[str, Any]
-COMPONENTS = (20, 40, 64, 100)  # principal components: one soft k-means each
+COMPONENTS = (40, 64, 100, 160)  # principal components: one soft k-means each
 SHRINKAGE = 0.1  # share of the mean variance that is added before whitening
 SHARPNESS = 2.5  # times sqrt(d): the cosine of two random vectors deviates by 1 / sqrt(d)
-ROUNDS, STEP, LABEL_WEIGHT = 30, 0.3, 3.0  # of soft k-means
-NEIGHBOURS, DIFFUSION, DIFFUSION_ROUNDS = 10, 0.9, 60  # of label propagation
-STAGES = 0.5  # length of the earlier stages' features relative to the last layer's
+ROUNDS, STEP, LABEL_WEIGHT = 30, 0.3, 1.5  # of soft k-means
+NEIGHBOURS, DIFFUSION, DIFFUSION_ROUNDS = 10, 0.95, 120  # of label propagation
+STAGES = 0.8  # length of the earlier stages' features relative to the last layer's
 DECAY = 3e-2  # weight decay of the student
 CACHED = 1 << 20  # probabilities that students who learn side by side have at once
 MOST = 6000  # unlabelled images the teachers see: a graph of all would be quadratic
