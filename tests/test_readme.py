@@ -80,3 +80,9 @@ def test_tables_of_speed_show_the_newest_measurement(tmp_path, monkeypatch):
         "| starting | 0.25 s | torch 1 s: 4.00 times | 3 s |",
     ]
     assert performance.steps() == ""
+
+
+def test_every_list_says_something_of_each_entry():
+    lists = json.loads((ROOT / "src" / "calmatch" / "lists.json").read_text())
+    for kind, entries in lists.items():
+        assert kind == "recipes" or len(set(entries.values())) == len(entries), kind

@@ -112,7 +112,7 @@ def lists() -> str:
 
 def line_of(item) -> str:
     """A line as it is, a figure's, or the first line of a docstring."""
-    item = getattr(item, "line", getattr(item, "func", item))
+    item = getattr(item, "prepare", getattr(item, "func", item))
     return (item if isinstance(item, str) else item.__doc__).strip().split("\n")[0]
 
 
