@@ -105,7 +105,7 @@ def test_the_size_the_views_and_the_images_are_what_the_minutes_allow(
 ):
     monkeypatch.setattr(plan, "time_image", lambda _: seconds)
     monkeypatch.setattr(plan, "time_decoding", lambda *_: 0.001)
-    monkeypatch.setattr(plan, "time_student", lambda *_: 0.1)
+    monkeypatch.setattr(plan, "time_candidates", lambda *_: 4.0)
     extractor = portfolio.load_extractor("efficientnet_lite0", None, torch.device("cpu"))
     asked = job(tmp_path, images, net=None, size=None, minutes=minutes)
     made = plan.plan_features(asked, extractor, grey=False)
@@ -135,7 +135,7 @@ def test_where_several_networks_take_too_long_one_is_used_unless_they_were_asked
         plan, "time_image", lambda shown: seconds * (1 if shown.net == plan.SEVERAL else 0.3)
     )
     monkeypatch.setattr(plan, "time_decoding", lambda *_: 0.001)
-    monkeypatch.setattr(plan, "time_student", lambda *_: 0.1)
+    monkeypatch.setattr(plan, "time_candidates", lambda *_: 4.0)
     asked = job(tmp_path, 1150, net=asked_net, size=None)
     made = plan.plan_features(asked, one._replace(net=plan.SEVERAL), grey=False)
     assert made["net"] == net
@@ -145,7 +145,7 @@ def test_where_several_networks_take_too_long_one_is_used_unless_they_were_asked
 
 def test_of_very_many_pictures_a_sample_is_looked_at(tmp_path, monkeypatch):
     """Features and probabilities of all would take memory, 8 GiB for 200,000 of 1,000 classes."""
-    for name in ("time_image", "time_decoding", "time_student"):
+    for name in ("time_image", "time_decoding", "time_candidates"):
         monkeypatch.setattr(plan, name, lambda *_: 1e-9)
     extractor = portfolio.load_extractor("tiny", 16, torch.device("cpu"))
     for images, kept in ((20_000, 20_000), (200_000, 20_040)):

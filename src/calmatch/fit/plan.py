@@ -17,7 +17,7 @@ from calmatch.data.batches import folds
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import ImageFiles, Images, take_images
 from calmatch.fit import portfolio
-from calmatch.fit.portfolio import FITS, Extractor, time_call, time_image, time_student
+from calmatch.fit.portfolio import Extractor, time_call, time_candidates, time_image
 from calmatch.options import DINO, HUB, FitOptions, hub_answers, weights_here
 from calmatch.predict import count_workers
 from calmatch.training.config import Config, check_config
@@ -158,7 +158,7 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     faster = cores / (os.cpu_count() or 1)  # than this machine, where the cluster has no GPU
     reading = time_decoding(job.listed, own) / faster
     showing = time_image(extractor) / (gpus or faster)
-    student = time_student(min(everything, portfolio.MOST), len(job.listed.classes))
+    learning = time_candidates(min(everything, portfolio.MOST), len(job.listed.classes))
     usual = MOST_TTA if extractor.device.type == "cuda" else CPU_TTA
     most = options.tta or (SEVERAL_TTA if extractor.net == SEVERAL else usual)
     shape = {"flip": not grey, "larger": not extractor.fixed}
@@ -168,7 +168,7 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     def fits() -> bool:
         area = sum((view.size / own) ** 2 for view in views)
         seen = min(number, portfolio.MOST) / min(everything, portfolio.MOST)
-        seconds = number * (reading + showing * area) + FITS * student * seen
+        seconds = number * (reading + showing * area) + learning * seen
         return seconds <= job.seconds_left() - WRITING
 
     def drop(kept: int) -> int:

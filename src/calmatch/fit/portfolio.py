@@ -514,13 +514,17 @@ def time_image(extractor: Extractor) -> float:
     return time_call(lambda: show(2 * threads)) / (2 * threads * images)
 
 
-def time_student(images: int, classes: int, rounds: int = 4) -> float:
-    """Seconds of one student: some sixteen rounds of its regression, its teachers included."""
+def time_candidates(images: int, classes: int, rounds: int = 4) -> float:
+    """Seconds of all: students, some sixteen rounds each, and components, which go as the cube."""
     inputs = np.random.default_rng(0).normal(1, 1, (images, COMPONENTS[-1])).astype(np.float32)
     targets = np.full((images, classes), 1 / classes, np.float32)
     targets[:, 0] += inputs[:, 0]
+    square = inputs[:512] @ inputs[:512].T
     fit_linear(inputs[:9], targets[:9], DECAY, 1)  # the first time is slower
-    return time_call(lambda: fit_linear(inputs, targets, DECAY, rounds)) * 16 / rounds
+    student = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds)) * 16 / rounds
+    whiten = functools.partial(linalg.eigh, square, subset_by_index=(len(square) // 2,) * 2)
+    with BLAS.limit(limits=1, user_api="blas"):
+        return FITS * student + time_call(whiten) * (images / len(square)) ** 3
 
 
 def time_call(act: Callable[[], Any], times: int = 1) -> float:
