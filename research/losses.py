@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--eurosat", type=Path)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--splits", type=int, default=SPLITS)
     parser.add_argument("--last", action="store_true", help="the last three sets too")
     parser.add_argument("--page", action="store_true", help="write the tables")
     options = parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
     names = [name for name in names if options.last or name not in LAST]
     jobs = [
         (options.work / f"{name}.npz", each, split, done)
-        for split in range(SPLITS)
+        for split in range(options.splits)
         for each in LABELS
         for name in names
     ]
@@ -137,10 +138,11 @@ def write_page(lines: list[dict[str, Any]]) -> None:
     """research/losses.md, and its table in docs/results.md."""
     sets = sorted({line["set"] for line in lines})
     numbers = " and ".join(map(str, LABELS))
+    splits = len({line["split"] for line in lines})
     text = [
         "# Which loss when\n",
         f"Written by `python research/losses.py`: {len(lines):,} heads on features of "
-        f"EfficientNet-Lite0 (224 px), {len(sets)} sets, to {SPLITS} label splits with {numbers} "
+        f"EfficientNet-Lite0 (224 px), {len(sets)} sets, {splits} label splits with {numbers} "
         "labels a class; on every picture whose label was not seen, without any temperature. "
         "Differences are paired by set and split; intervals are 95 % of a model in which every set "
         "has its own true difference (normal, the spread between sets unknown), so they speak of "
