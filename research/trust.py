@@ -692,8 +692,9 @@ def write_page(work: Path) -> None:
         "Going on from 2 to 4 and 10 labels a class only where `expected_gain` of ten labels, as "
         f"the labelling page shows it, is a point or more: {labels:.0f} labels a set on average, "
         f"error {100 * error:.1f} %. One budget for every set needs {even:.0f} for the same mean "
-        f"error: {100 * saved:.0f} % fewer. Numbers chosen for each set with hindsight, by the "
-        f"errors that they led to, save {100 * most:.0f} % at most: gains are too alike.\n",
+        f"error: {100 * saved:.0f} % fewer. One number for each set, chosen with hindsight by the "
+        f"errors that it led to, saves {100 * most:.0f} % at most (the rule looks at each label "
+        "split): gains are too alike.\n",
     ]
     (Path(__file__).parent / "trust.md").write_text("\n".join(page))
     write_summary(means, (saved, most), len(lines), len(names))

@@ -141,10 +141,11 @@ def _evaluate(options: opts.EvaluateOptions) -> None:
         print_metrics(values, len(labels), intervals)
         if run and run.result.test_selected:
             print(TEST_SELECTED)
-        if run and run.result.evaluated_on == "crossfit":
-            value, low, high = (100 * end for end in run.result.metrics["error"])
-            print("The labels alone say this; with what unlabelled pictures show too, `fit` gave")
-            print(f"{value:.1f} % error (95 % interval {low:.1f} to {high:.1f}).")
+        if run and "unlabelled" in run.result.evaluation_note:
+            percents = (f"{100 * end:.1f}" for end in run.result.metrics["error"])
+            print(
+                "The labels alone; by unlabelled pictures too: {} % ({} to {}).".format(*percents)
+            )
         return
     if options.pictures is not None:
         model = load(options.path, device=str(pick_device(options.device)), trust=options.trust)

@@ -1,5 +1,6 @@
 """A trained model as two files, loaded without running code: probabilities, sets, sure or not."""
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -155,7 +156,9 @@ class Model:
             raise ValueError("Predict a path, a PIL image, an array, or a list of such.")
         if not min(item.size):
             raise ValueError("An image needs at least one pixel.")
-        return square_image(plain_colours(upright(item)), self.size, self.squash)
+        with contextlib.suppress(SyntaxError, OSError, ValueError):  # of damaged EXIF
+            item = upright(item)
+        return square_image(plain_colours(item), self.size, self.squash)
 
     def answer(self, probs: Tensor) -> list[Answer]:
         """What to say, from calibrated probabilities [N, C]; nothing is sure without a promise."""
@@ -377,9 +380,7 @@ def _is_plain(value: Any) -> bool:
         return len(value) <= 16 and all(map(_is_plain, value))
     if isinstance(value, str):
         return len(value) <= 100
-    if isinstance(value, int | float):
-        return abs(value) <= LIMITS["number"]
-    return value is None
+    return abs(value) <= LIMITS["number"] if isinstance(value, int | float) else value is None
 
 
 def _predicts_itself(text: str) -> bool:

@@ -53,7 +53,7 @@ class FitOptions:
     # A name of `calmatch nets`, or timm.NAME; unset: the best pretrained one that can be had.
     net: str | None = None
     frozen: Flag = False  # Only the last layer learns: the default where the network is pretrained.
-    # All layers learn: the default with --from, or where nothing is pretrained.
+    # All layers learn: the default where nothing is pretrained, with --from as the model there.
     no_frozen: Flag = False
     # Test-time augmentation: views whose mean a frozen network predicts; unset: as time allows.
     tta: int | None = None

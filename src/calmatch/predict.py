@@ -326,7 +326,7 @@ class Checked(NamedTuple):
 
 
 def check_images(
-    model: Model, images: Path, labels: Path | None = None, run: Path = Path(), *, quiet: bool
+    model: Model, images: Path, labels: Path | None, run: Path, *, quiet: bool
 ) -> Checked:
     """A model's predictions of labelled images: class folders, or any folder and a label file.
 
@@ -367,10 +367,10 @@ def _find_learned(folder: Path) -> set[Path]:
     """Images whose labels a fit learned from; those it held out altogether are not among them."""
     from calmatch.runs import load_run
 
-    if not (folder / "fit.json").is_file() or load_run(folder).result.evaluated_on != "crossfit":
+    if not (folder / "fit.json").is_file():
         return set()
     root = str(spec.parse(load_run(folder).config.dataset).kwargs.get("root", ""))
-    names = files.read_arrays(folder / "predictions.npz").get("files", ())
+    names = files.read_arrays(folder / "predictions.npz").get("learned", ())
     return {Path(root, str(name)) for name in names}
 
 

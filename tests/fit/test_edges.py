@@ -124,7 +124,7 @@ def test_the_command_in_the_report_repeats_the_fit_exactly(tmp_path):
         trust=True,
         device="cpu",
     )
-    planned = {"net": "small", "size": 32, "steps": 7, "batch": 8}
+    planned = {"net": "small", "size": 32, "steps": 7, "alone_steps": 7, "batch": 8}
     for settled in (planned, {"net": "small", "views": [[40, 0, 0, False]] * 3}):
         words = shlex.split(fits._command(asked, settled))
         assert words[:2] == ["calmatch", "fit"]

@@ -218,13 +218,14 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_model_is_not_measured_on_what_it_learned_from(pics, fitted, tmp_path, capsys):
+@pytest.mark.parametrize("how", ["frozen", "no_frozen"])
+def test_a_model_is_not_measured_on_what_it_learned_from(pics, fitted, how, tmp_path, capsys):
     """A person's table of the truth often names the labels of the fit too."""
     known, free = (sorted((pics / place).iterdir()) for place in ("kind 0", "unlabelled"))
     lines = [f"{p.relative_to(pics).as_posix()},kind 0" for p in (*known, *free[:7])]
     (tmp_path / "truth.csv").write_text("\n".join(["file,label", *lines]))
     words = ["--labels", str(tmp_path / "truth.csv"), "--resamples", "0"]
-    assert main(["evaluate", str(fitted["frozen"].folder), str(pics), *words]) == 0
+    assert main(["evaluate", str(fitted[how].folder), str(pics), *words]) == 0
     said = capsys.readouterr()
     assert "7 pictures" in said.out
     assert f"Left out are {len(known)} pictures that the model learned from" in said.err

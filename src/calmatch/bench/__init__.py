@@ -200,8 +200,7 @@ def table_command(options: TableOptions) -> None:
     if kind == "csv":
         texts = [tables.tidy_csv(t, suite=s, compare=options.published) for s, t in parts.items()]
         text = texts[0] + "".join(each.partition("\n")[2] for each in texts[1:])
-        for note in (note for table in parts.values() for note in table.notes):
-            message(note)
+        message(note for table in parts.values() for note in table.notes)
     else:
         built = []
         for suite, table in parts.items():

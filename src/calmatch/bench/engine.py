@@ -38,9 +38,7 @@ def job_state(job: Job) -> str:
     """finished, running (in another process), half done or new; ValueError for another config."""
     if _is_finished(job):
         return "finished"
-    if is_held(job.folder):
-        return "running"
-    return "half done" if saved_step(job.folder) else "new"
+    return "running" if is_held(job.folder) else "half done" if saved_step(job.folder) else "new"
 
 
 def _is_finished(job: Job) -> bool:

@@ -42,7 +42,8 @@ MARKER = "CACHEDIR.TAG"  # of a folder that may be deleted: https://bford.info/c
 SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n# Decoded images of calmatch.\n"
 OWN_NAME = re.compile(r"\.?[a-z0-9]+-[0-9a-f-]+\.(npy|json)(\.\d+\.part)?")
 # Damaged metadata spoils nothing, and of bombs we speak. Once: what a thread sets, others restore.
-warnings.filterwarnings("ignore", "", Warning, r"PIL\.")
+for kind in (UserWarning, Image.DecompressionBombWarning):
+    warnings.filterwarnings("ignore", "", kind, r"PIL\.")
 # Pieces so large that the system takes them back: of small ones every thread would keep its own.
 Image.core.set_block_size(1 << 26)  # type: ignore[attr-defined]
 Pixels = NDArray[np.uint8]

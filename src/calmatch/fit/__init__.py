@@ -278,7 +278,9 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
     names = [own.names[row] for row in held.rows]
     kept = {"log_probs": calibration.log_probs, "raw_log_probs": held.log_probs}
     arrays = {name: part.numpy() for name, part in {**kept, "labels": held.labels}.items()}
-    files.write_npz(folder / "predictions.npz", **arrays, files=np.array(names))
+    known = {n for n, label in zip(own.names, own.labels, strict=True) if label >= 0}
+    learned = np.array(sorted(known if held.folds else known - {*names}))
+    files.write_npz(folder / "predictions.npz", **arrays, files=np.array(names), learned=learned)
     asked = _predict_unlabelled(job, outcome)
     rows = torch.tensor(held.rows)
     evaluated = runs.Predicted(
@@ -310,11 +312,12 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
 
 def _command(options: FitOptions, settled: Mapping[str, Any]) -> str:
     """The command line that repeats the fit, with what was planned by measuring."""
-    exact = {k: settled[k] for k in ("net", "size", "steps", "batch") if k in settled}
+    kept = ("net", "size", "batch") if options.start is None else ("size", "batch")
+    exact = {k: settled[k] for k in kept if k in settled}
     if views := settled.get("views"):
         exact |= {"size": views[0][0], "tta": len(views)}
-    if options.start is not None:
-        del exact["net"]
+    elif settled.get("steps") == settled.get("alone_steps"):
+        exact["steps"] = settled["steps"]
     options = dataclasses.replace(options, **exact)
     words = ["calmatch", "fit", str(options.pictures)]
     for item in dataclasses.fields(options):

@@ -36,7 +36,6 @@ SMALLEST_SIZE = 96  # pixels, below which a pretrained network sees too little
 HOLD_FROM = 200  # labels from which some are held out when the whole network learns
 FEWEST, MOST = 60, 5000  # steps of a whole network
 MOST_PRETRAINED = 2000  # after more, fold models with fewer labels mislead (research/log.md)
-SLOW_STEP = 1.0  # seconds from which two steps tell enough
 COMPILE_FROM = 2000  # steps from which compiling, a minute of a GPU, is expected to pay
 
 
@@ -158,7 +157,8 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     faster = cores / (os.cpu_count() or 1)  # than this machine, where the cluster has no GPU
     reading = time_decoding(job.listed, own) / faster
     showing = time_image(extractor) / (gpus or faster)
-    learning = time_candidates(min(everything, portfolio.MOST), len(job.listed.classes))
+    seen_most = min(everything, portfolio.MOST)
+    learning = time_candidates(extractor, seen_most, len(job.listed.classes))
     usual = MOST_TTA if extractor.device.type == "cuda" else CPU_TTA
     most = options.tta or (SEVERAL_TTA if extractor.net == SEVERAL else usual)
     shape = {"flip": not grey, "larger": not extractor.fixed}
@@ -167,7 +167,7 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
 
     def fits() -> bool:
         area = sum((view.size / own) ** 2 for view in views)
-        seen = min(number, portfolio.MOST) / min(everything, portfolio.MOST)
+        seen = min(number, portfolio.MOST) / seen_most
         seconds = number * (reading + showing * area) + learning * seen
         return seconds <= job.seconds_left() - WRITING
 
@@ -305,8 +305,10 @@ def make_plan(
         steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
         lasting += steps[-1] * seconds / 60
     if late:
-        note = f"It takes about {lasting:.2g} minutes instead of {options.minutes:g}, because "
-        note += f"fewer than {FEWEST} steps teach nothing. A smaller --size is faster."
+        note = (
+            f"It takes about {lasting:.{int(lasting < 2)}f} minutes instead of {options.minutes:g}"
+        )
+        note += f", because fewer than {FEWEST} steps teach nothing. A smaller --size is faster."
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 
@@ -356,8 +358,6 @@ def _time_step(config: Config) -> float:
     few = config.replace(steps=12, chunk=4, compile=False)
     with torch.random.fork_rng():
         run = new_training(few)
-        first = time_call(run.advance, 2)
-        if first > SLOW_STEP:
-            return first
-        time_call(run.advance, 2)
-        return time_call(run.advance, 8)
+        time_call(run.advance)  # it loads kernels, and augments for several
+        second = time_call(run.advance)
+        return second if second > 1 else time_call(run.advance, 10)

@@ -28,6 +28,7 @@ from calmatch.nets import fuse
 
 Array = NDArray[np.float32]
 Rows = NDArray[Any]  # places of images, or their labels
+Cases = Sequence[tuple[Rows, Rows]]  # labelled images of each student
 Signs = Mapping[str, Any]
 COMPONENTS = (40, 64, 100, 160)  # principal components: one soft k-means each
 SHRINKAGE = 0.1  # share of the mean variance that is added before whitening
@@ -130,9 +131,7 @@ class Teachers:
         """Weights [d + 1, C] of a linear layer that learned what the teachers say of the pool."""
         return self.teach([(rows, labels)], classes)[0]
 
-    def teach(
-        self, cases: Sequence[tuple[Rows, Rows]], classes: int | None = None, bar: Any = None
-    ) -> list[Array]:
+    def teach(self, cases: Cases, classes: int | None = None, bar: Any = None) -> list[Array]:
         """Students of several sets of labelled rows, side by side; each as if alone."""
         shape, students = (classes or self.classes, len(self.inputs)), list[Array]()
         together = max(1, CACHED // (shape[0] * shape[1]))
@@ -514,8 +513,10 @@ def time_image(extractor: Extractor) -> float:
     return time_call(lambda: show(2 * threads)) / (2 * threads * images)
 
 
-def time_candidates(images: int, classes: int, rounds: int = 4) -> float:
+def time_candidates(extractor: Extractor, images: int, classes: int, rounds: int = 4) -> float:
     """Seconds of all: students, some sixteen rounds each, and components, which go as the cube."""
+    blank = torch.zeros(1, 3, *(2 * [extractor.views.source]), dtype=torch.uint8)
+    least = min(images, extractor(blank).shape[-1])  # of images and features
     inputs = np.random.default_rng(0).normal(1, 1, (images, COMPONENTS[-1])).astype(np.float32)
     targets = np.full((images, classes), 1 / classes, np.float32)
     targets[:, 0] += inputs[:, 0]
@@ -524,7 +525,7 @@ def time_candidates(images: int, classes: int, rounds: int = 4) -> float:
     student = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds)) * 16 / rounds
     whiten = functools.partial(linalg.eigh, square, subset_by_index=(len(square) // 2,) * 2)
     with BLAS.limit(limits=1, user_api="blas"):
-        return FITS * student + time_call(whiten) * (images / len(square)) ** 3
+        return FITS * student + time_call(whiten) * (least / len(square)) ** 3
 
 
 def time_call(act: Callable[[], Any], times: int = 1) -> float:

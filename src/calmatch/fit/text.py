@@ -67,17 +67,15 @@ def describe_calibration(calibration: Calibration, before: Tensor, labels: Tenso
 
 def describe_guessing(error: float, own: ImageFolder) -> list[str]:
     """Whether it is worth no more than chance, or than the class that most labels have."""
-    most = max(own.counts)
-    share = most / len(own.known)
+    share, text = max(own.counts) / len(own.known), ""
     if error >= 0.9 * (1 - 1 / len(own.classes)):
         text = "No better than guessing: with these labels the classes cannot be told apart. Label "
         text += "more pictures of every class, and check that labels and pictures belong together."
     elif share > 0.5 and error >= 0.9 * (1 - share):
-        text = f"No better than always answering {own.classes[own.counts.index(most)]!r}, as "
-        text += f"{share:.0%} of the labels do: label more pictures of the other classes."
-    else:
-        return []
-    return [text]
+        name = own.classes[own.counts.index(max(own.counts))]
+        text = f"No better than always answering {name!r}, as {share:.0%} of the labels do: label "
+        text += "more pictures of the other classes."
+    return [text] if text else []
 
 
 def describe_result(

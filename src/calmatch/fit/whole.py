@@ -97,9 +97,9 @@ def start_from(options: FitOptions, listed: ImageFolder, folder: Path) -> tuple[
     target = folder / "work" / "start.safetensors"
     item = spec.parse(model.note["net"])
     body: Any = model.network.net.body
-    frozen = (model.squash or item.name == "embedded") and options.freeze is not False
-    size = model.size
-    if frozen and item.name == "embedded":
+    joined, size = item.name == "embedded", model.size
+    frozen = (joined or model.squash) and options.freeze is not False
+    if frozen and joined:
         size, item = item.kwargs.get("size", 224), spec.parse(item.kwargs["on"])
         body = body.body
     elif frozen:

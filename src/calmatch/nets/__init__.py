@@ -70,12 +70,12 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
     if file:
         path = _download(item.name) if file == "usb" else Path(file)
-        heads = tuple(f"{start}{head}" for start in ("", "model.") for head in DROPPED_HEADS)
-        own = [k for k in built.state_dict() if not k.startswith(heads) and "num_batches" not in k]
+        ours = {k: v for k, v in built.state_dict().items() if "num_batches" not in k}
+        own = [k for k, v in ours.items() if v.shape[:1] != (classes,)]  # all but the head
         state = fit_state(read_state(path), built.state_dict())
         if not state:
             raise ValueError(f"{path} has no weights that fit {item.name}.")
-        if (share := sum(k in state for k in own) / len(own)) < ENOUGH:
+        if (share := sum(k in state for k in own) / max(1, len(own))) < 0.9 and own:
             raise ValueError(
                 f"Only {share:.0%} of {item.name} is in {path}: they are another network's weights."
             )
@@ -198,7 +198,6 @@ def load_state(net: nn.Module, state: Mapping[str, Tensor], source: str) -> None
     messages.append(f"{start}, started anew: {', '.join(fresh[:6]) or 'none'}.")
 
 
-ENOUGH = 0.9  # share of a network's tensors, but for its head, that a file must have
 OURS = "net/body."  # before the names of a network's tensors in a model of ours
 
 
@@ -210,8 +209,9 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(files.regular(path))
-            own = [name for name in tensors if name.startswith(OURS)]  # of a model.safetensors
-            return {k.removeprefix(OURS): tensors[k] for k in own or tensors}
+            start = f"{OURS}body." if f"{OURS}axes" in tensors else OURS  # of a model of ours
+            own = [name for name in tensors if name.startswith(start)]
+            return {k.removeprefix(start): tensors[k] for k in own or tensors}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an old pickle protocol is no matter
             content: Any = torch.load(files.regular(path), map_location="cpu", weights_only=True)
