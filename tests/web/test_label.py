@@ -333,7 +333,7 @@ def synthetic(monkeypatch: Any, names: list[str], seconds: dict[str, float]) -> 
     monkeypatch.setattr(label, "compute_blocks", compute)
     monkeypatch.setattr(label, "choose_network", lambda *_: ("tiny", True, []))
     monkeypatch.setattr(
-        label, "decode_folder", lambda listed, *_, **__: (list(listed.names), listed)
+        label.folder, "decode_folder", lambda listed, *_, **__: (list(listed.names), listed)
     )
 
 
