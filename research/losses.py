@@ -194,15 +194,15 @@ def differences(
 ) -> dict[str, list[float]]:
     """By set, points: a number for each split, the mean over rows; less the method itself."""
     known = {line["key"]: line[metric] for line in lines}
-    found: dict[str, dict[str, list[float]]] = {}
+    by_set: dict[str, dict[str, list[float]]] = {}
     for line in lines:
         if line["row"] not in rows:
             continue
         plain = base or line["row"].replace(",", " +").partition(" + ")[0]
         split = line["key"].removesuffix(line["row"])
         away = 100 * (line[metric] - known[split + plain])
-        found.setdefault(line["set"], {}).setdefault(split, []).append(away)
-    return {name: [float(np.mean(v)) for v in own.values()] for name, own in found.items()}
+        by_set.setdefault(line["set"], {}).setdefault(split, []).append(away)
+    return {name: [float(np.mean(v)) for v in own.values()] for name, own in by_set.items()}
 
 
 def hierarchical(by_set: dict[str, list[float]]) -> tuple[float, float, float]:

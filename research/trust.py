@@ -244,7 +244,7 @@ def learn(path: Path, each: int, splits: range) -> None:
     number = portfolio.FOLDS * portfolio.REPEATS + 2 * portfolio.HALVINGS
     for split, target in todo.items():
         rows = draw(labels[:size], each, split)
-        parts = portfolio.parts_agreement(pool, rows, labels[rows], classes)
+        parts = portfolio.parts_agreement(pool, rows, labels[rows], classes, None)
         teachers.students = []
         candidate = portfolio.fit_transductive(teachers, rows, labels[rows], bar, parts)
         students = teachers.students[:number]

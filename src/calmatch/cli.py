@@ -142,10 +142,8 @@ def _evaluate(options: opts.EvaluateOptions) -> None:
         if run and run.result.test_selected:
             print(TEST_SELECTED)
         if run and "unlabelled" in run.result.evaluation_note:
-            percents = (f"{100 * end:.1f}" for end in run.result.metrics["error"])
-            print(
-                "The labels alone; by unlabelled pictures too: {} % ({} to {}).".format(*percents)
-            )
+            value, low, high = (f"{100 * end:.1f}" for end in run.result.metrics["error"])
+            print(f"The labels alone; by unlabelled pictures too: {value} % ({low} to {high}).")
         return
     if options.pictures is not None:
         model = load(options.path, device=str(pick_device(options.device)), trust=options.trust)

@@ -1,6 +1,7 @@
 """Files: atomic writes, locks, and the one opener of files that a stranger may have sent."""
 
 import errno
+import functools
 import glob
 import importlib
 import importlib.util
@@ -62,6 +63,16 @@ def read_bytes(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
 def read_text(path: Path | str) -> str:
     """A whole file of UTF-8; an OSError or a UnicodeDecodeError."""
     return read_bytes(path).decode("utf-8")
+
+
+@functools.cache
+def template(path: Path) -> Any:
+    """A Jinja template beside the code, read once; in plain text nothing is escaped."""
+    import jinja2
+
+    page = jinja2.Environment(autoescape=path.suffix != ".txt", trim_blocks=True)
+    page.lstrip_blocks, page.keep_trailing_newline = True, path.suffix == ".txt"
+    return page.from_string(read_text(path))
 
 
 def reason(error: BaseException) -> str:

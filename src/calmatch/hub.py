@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import safetensors.torch
 import yaml
 
@@ -96,10 +95,9 @@ def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     result = {"task": {"type": TASK}, "metrics": values}
     result["dataset"] = {"name": run.data, "type": "own-pictures"}
     front["model-index"] = [{"name": name, "results": [result]}]
-    template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     words = {"run": run, "model": model, "name": name, "in_timm": in_timm, "rows": rows}
     words |= {"few": few, "probs": probabilities(log_probs), "labels": labels}
-    card = template.from_string(files.read_text(CARD)).render(words, version=__version__)
+    card = files.template(CARD).render(words, version=__version__)
     return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"
 
 

@@ -378,12 +378,9 @@ def wilson(share: Any, number: Any, z: float = 1.96) -> tuple[Any, Any]:
 
 def as_html(title: str, rows: Mapping[str, Any], predictions: Any = None) -> str:
     """What a notebook shows: a table, and the reliability of predictions (probs, labels)."""
-    import jinja2
-
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     columns = [part.tolist() for part in reliability(*predictions)] if predictions else []
     words = {"title": title, "rows": rows, "bins": list(zip(*columns, strict=True))}
-    return page.from_string(files.read_text(NOTEBOOK)).render(words)
+    return str(files.template(NOTEBOOK).render(words))
 
 
 def read_predictions_for_html(folder: Path | None) -> tuple[Tensor, Tensor] | None:

@@ -355,6 +355,20 @@ def label_command(run: Run) -> str:
     return shlex.join(words) if root and table.endswith(".csv") else ""
 
 
+def describe_guessing(error: float, labels: Sequence[int], classes: Sequence[str]) -> list[str]:
+    """What to do where a fit is worth no more than chance, or than the class of most labels."""
+    most = max(set(labels), key=labels.count)
+    share = labels.count(most) / len(labels)
+    if error >= 0.9 * (1 - 1 / len(classes)):
+        text = "No better than guessing: with these labels the classes cannot be told apart. Label "
+        text += "more pictures of every class, and check that labels and pictures belong together."
+        return [text]
+    if share > 0.5 and error >= 0.9 * (1 - share):
+        text = f"No better than always answering {classes[most]!r}, as {share:.0%} of the labels do"
+        return [f"{text}: label more pictures of the other classes."]
+    return []
+
+
 def load_examples(folder: Path) -> Examples | None:
     """The images of a run folder; None where there are none."""
     path = folder / EXAMPLES_FILE

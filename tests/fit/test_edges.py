@@ -13,9 +13,9 @@ from PIL import Image
 from calmatch import fit as fits
 from calmatch.cli import _parse, main
 from calmatch.data.folder import ImageFolder
-from calmatch.fit import text
 from calmatch.model import load_model
 from calmatch.options import DINO, FitOptions
+from calmatch.runs import describe_guessing
 
 
 def draw(root: Path, counts: list[tuple[int, int]], side: int = 32, grey: bool = False) -> Path:
@@ -149,7 +149,7 @@ def test_a_class_whose_labels_cannot_be_decoded_is_one_sentence(tmp_path, capsys
 
 def test_a_model_that_only_knows_the_common_class_says_so():
     own = ImageFolder(Path(), (), (0,) * 49 + (1,), ("a", "b"))
-    lines = text.describe_guessing(0.02, own)
+    lines = describe_guessing(0.02, own.known, own.classes)
     assert "always answering 'a', as 98% of the labels do" in lines[0]
-    assert not text.describe_guessing(0.01, own)
-    assert not text.describe_guessing(0.3, own._replace(labels=(0, 1) * 20))
+    assert not describe_guessing(0.01, own.known, own.classes)
+    assert not describe_guessing(0.3, (0, 1) * 20, own.classes)

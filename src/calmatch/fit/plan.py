@@ -305,10 +305,9 @@ def make_plan(
         steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
         lasting += steps[-1] * seconds / 60
     if late:
-        note = (
-            f"It takes about {lasting:.{int(lasting < 2)}f} minutes instead of {options.minutes:g}"
-        )
-        note += f", because fewer than {FEWEST} steps teach nothing. A smaller --size is faster."
+        note = f"It takes about {lasting:.{int(lasting < 2)}f} minutes instead of "
+        note += f"{options.minutes:g}, because fewer than {FEWEST} steps teach nothing. "
+        note += "A smaller --size is faster."
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     return dataclasses.replace(plan, steps=steps[0], alone_steps=steps[1])
 

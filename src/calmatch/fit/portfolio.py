@@ -282,16 +282,14 @@ def fit_transductive(
     return evaluated("transductive", weights, True, held, place, rows, labels, pool, signs)
 
 
-def parts_agreement(
-    seen: Features, rows: Rows, labels: Rows, classes: int, bar: Any = None
-) -> float | None:
+def parts_agreement(seen: Features, rows: Rows, y: Rows, classes: int, bar: Any) -> float | None:
     """On how many unlabelled images a student of the last layer and one of the stages agree."""
     free, guesses = np.setdiff1d(np.arange(len(seen.last[0])), rows), []
     if seen.stages is None or not len(free):
         return None
     for part in (Features(seen.last), Features((), seen.stages)):
         teachers = Teachers(Embedding.fit(part).spaces(part), classes)
-        (own,) = teachers.teach([(rows, labels)], bar=bar)
+        (own,) = teachers.teach([(rows, y)], bar=bar)
         guesses.append((teachers.inputs[free] @ own[:-1] + own[-1]).argmax(1))
     return float((guesses[0] == guesses[1]).mean())
 
@@ -515,8 +513,8 @@ def time_image(extractor: Extractor) -> float:
 
 def time_candidates(extractor: Extractor, images: int, classes: int, rounds: int = 4) -> float:
     """Seconds of all: students, some sixteen rounds each, and components, which go as the cube."""
-    blank = torch.zeros(1, 3, *(2 * [extractor.views.source]), dtype=torch.uint8)
-    least = min(images, extractor(blank).shape[-1])  # of images and features
+    side = extractor.views.source
+    width = extractor(torch.zeros(1, 3, side, side, dtype=torch.uint8)).shape[-1]
     inputs = np.random.default_rng(0).normal(1, 1, (images, COMPONENTS[-1])).astype(np.float32)
     targets = np.full((images, classes), 1 / classes, np.float32)
     targets[:, 0] += inputs[:, 0]
@@ -525,7 +523,8 @@ def time_candidates(extractor: Extractor, images: int, classes: int, rounds: int
     student = time_call(lambda: fit_linear(inputs, targets, DECAY, rounds)) * 16 / rounds
     whiten = functools.partial(linalg.eigh, square, subset_by_index=(len(square) // 2,) * 2)
     with BLAS.limit(limits=1, user_api="blas"):
-        return FITS * student + time_call(whiten) * (least / len(square)) ** 3
+        whiten()
+        return FITS * student + time_call(whiten) * (min(images, width) / len(square)) ** 3
 
 
 def time_call(act: Callable[[], Any], times: int = 1) -> float:

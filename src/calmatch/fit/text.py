@@ -9,7 +9,7 @@ from calmatch.data.folder import ImageFolder
 from calmatch.fit.crossval import Calibration, HeldOut
 from calmatch.fit.portfolio import Candidate
 from calmatch.metrics import FEW
-from calmatch.runs import Predicted, Run, label_command, probabilities
+from calmatch.runs import Predicted, Run, describe_guessing, label_command, probabilities
 
 STAGES = ("reading pictures", "planning", "learning", "evaluating", "calibrating and writing")
 SHOWN = 5
@@ -65,19 +65,6 @@ def describe_calibration(calibration: Calibration, before: Tensor, labels: Tenso
     return f"{text}{100 * ece.low:.1f} to {100 * ece.high:.1f})."
 
 
-def describe_guessing(error: float, own: ImageFolder) -> list[str]:
-    """Whether it is worth no more than chance, or than the class that most labels have."""
-    share, text = max(own.counts) / len(own.known), ""
-    if error >= 0.9 * (1 - 1 / len(own.classes)):
-        text = "No better than guessing: with these labels the classes cannot be told apart. Label "
-        text += "more pictures of every class, and check that labels and pictures belong together."
-    elif share > 0.5 and error >= 0.9 * (1 - share):
-        name = own.classes[own.counts.index(max(own.counts))]
-        text = f"No better than always answering {name!r}, as {share:.0%} of the labels do: label "
-        text += "more pictures of the other classes."
-    return [text] if text else []
-
-
 def describe_result(
     run: Run, held: HeldOut, calibration: Calibration, own: ImageFolder, asked: Predicted | None
 ) -> str:
@@ -86,7 +73,7 @@ def describe_result(
     number = run.result.images["test"]
     lines = [
         "",
-        *describe_guessing(error.value, own),
+        *describe_guessing(error.value, own.known, own.classes),
         f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
         f"labels that the evaluated models had not seen).",

@@ -70,9 +70,9 @@ def build(text: str, classes: int, size: int = 32) -> nn.Module:
         raise spec.SpecError(f"{text!r} is not an nn.Module.")
     if file:
         path = _download(item.name) if file == "usb" else Path(file)
-        ours = {k: v for k, v in built.state_dict().items() if "num_batches" not in k}
-        own = [k for k, v in ours.items() if v.shape[:1] != (classes,)]  # all but the head
-        state = fit_state(read_state(path), built.state_dict())
+        ours = built.state_dict()  # all but the head must be there
+        own = [k for k, v in ours.items() if v.shape[:1] != (classes,) and "num_batches" not in k]
+        state = fit_state(read_state(path), ours)
         if not state:
             raise ValueError(f"{path} has no weights that fit {item.name}.")
         if (share := sum(k in state for k in own) / max(1, len(own))) < 0.9 and own:

@@ -21,7 +21,7 @@ from calmatch.console import say_why
 from calmatch.model import read_calibration
 from calmatch.report import summary, text
 from calmatch.report.summary import Predictions
-from calmatch.runs import Examples, Run
+from calmatch.runs import Examples, Run, describe_guessing
 
 HERE = Path(__file__).parent
 MANY = 50  # runs on a page beyond which their curves get fewer points and no bands
@@ -160,10 +160,10 @@ def headline_numbers(run: Run, preds: Predictions) -> dict[str, Any]:
     confidence, accuracy = float(preds.confidence.mean()), float(preds.right.mean())
     means = {"confidence": confidence, "accuracy": accuracy, "over": confidence - accuracy}
     n, own = len(preds.labels), run.result.evaluated_on != "test"  # a fit's labels
-    lost = own and values["error"]["value"] >= 0.9 * (1 - 1 / preds.probs.shape[1])
-    means |= {"few": own and n < metrics.FEW, "lost": lost}
+    facts = (values["error"]["value"], preds.labels.tolist(), run.result.classes)
+    words = {"few": own and n < metrics.FEW, "lost": describe_guessing(*facts) if own else []}
     spread = 1.96 * float((preds.confidence - preds.right).std(correction=0)) / n**0.5
-    return {**values, **means, "over_shown": abs(means["over"]) > spread, "n": n}
+    return {**values, **means, **words, "over_shown": abs(means["over"]) > spread, "n": n}
 
 
 def operating_point(run: Run, preds: Predictions) -> dict[str, Any] | None:

@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 
@@ -192,6 +191,4 @@ class Service:
         total = sum(self.statuses.values())
         slots = zip([*map(str, SECONDS), "+Inf"], [*self.slots, total], strict=True)
         numbers = {"statuses": sorted(self.statuses.items()), "slots": slots, "total": total}
-        page = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
-        text = files.read_text(HERE / "metrics.txt")
-        return page.from_string(text).render(numbers, service=self)
+        return str(files.template(HERE / "metrics.txt").render(numbers, service=self))
