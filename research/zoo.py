@@ -102,7 +102,7 @@ def unpack_dataset(name: str, folder: Path) -> None:
     """A sample of a dataset as a folder of the zoo's kind."""
     if (folder / "truth.csv").exists():
         return
-    data, rows = build(name), []
+    data, rows = build({"eurosat": "eurosat(size=64)"}.get(name, name)), []
     for part, images, labels, most in (
         ("pool", data.images, data.labels, POOL),
         ("new", data.test_images, data.test_labels, NEW),

@@ -147,13 +147,14 @@ def _report_failures(progress: SuiteProgress) -> None:
 
 def split_paper(paths: Sequence[Path], suite: str | None) -> dict[str, tables.RunTable]:
     """Runs by the suite whose tables they make; those of the whole paper by the paper's tables."""
-    whole = tables.gather_runs(paths, suite)
+    known = tables.load_runs(paths)
+    whole = tables.arrange_runs(*known, suite)
     if suite != "paper":
         return {suite or "": whole}
     parts = {}
     for name in paper.PARTS:
         with suppress(ValueError):  # no run of this part
-            part = tables.gather_runs(paths, name)
+            part = tables.arrange_runs(*known, name)
             parts[name] = part._replace(notes=[n for n in part.notes if "Not of" not in n])
     said = [note for note in whole.notes if "Not of" in note]
     if absent := [name for name in paper.PARTS if name not in parts]:

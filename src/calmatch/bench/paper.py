@@ -114,9 +114,14 @@ def find_published(
 ) -> tuple[str, Published] | None:
     """The table and the number of a cell: the suite's own table first, then in the order below."""
     for table in (suite, *PUBLISHED_TABLES):
-        if number := PUBLISHED_TABLES.get(table, {}).get((row.split(" (")[0], column, metric)):
+        if number := PUBLISHED_TABLES.get(table, {}).get((bare_row(row), column, metric)):
             return table, number
     return None
+
+
+def bare_row(row: str) -> str:
+    """Without what tells it apart from rows of its name: "bam (steps=20)"."""
+    return row.partition(" (")[0]
 
 
 CellKey = tuple[str, str, str]  # row, column, metric (as in `calmatch metrics`)

@@ -49,7 +49,7 @@ class RunTable(NamedTuple):
 
     def _sorted(self, names: Iterable[str]) -> list[str]:
         last = len(self.order)  # what tells a row apart stands after its name: "bam (steps=20)"
-        return sorted(dict.fromkeys(names), key=lambda n: self.order.get(n.split(" (")[0], last))
+        return sorted(dict.fromkeys(names), key=lambda n: self.order.get(paper.bare_row(n), last))
 
     def at(self, row: str, column: str) -> Group | None:
         return next((g for g in self.groups if (g.row, g.column) == (row, column)), None)
@@ -77,7 +77,12 @@ def config_key(config: Config, *also_ignored: str) -> str:
 
 def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     """The finished runs in or under some folders; those of one suite alone, in its order."""
-    runs, notes = _load_runs(paths)
+    return arrange_runs(*load_runs(paths), suite)
+
+
+def arrange_runs(runs: Sequence[Run], known: Sequence[str], suite: str | None = None) -> RunTable:
+    """Runs by the rows and columns of a suite, or of any; what is known of them is noted first."""
+    notes = [*known]
     cells: dict[str, paper.Cell] = {}  # by what no flag changes
     for name in [suite] if suite else paper.SUITES:
         for each in paper.suite_cells(name, [0]):
@@ -117,7 +122,7 @@ def gather_runs(paths: Iterable[Path], suite: str | None = None) -> RunTable:
     return RunTable(_tell_apart(groups), notes, {name: k for k, name in enumerate(names)})
 
 
-def _load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """The finished runs under these folders, folds apart, and a note about unfinished ones."""
     folders: dict[Path, bool] = {}
     for path in paths:
@@ -394,7 +399,7 @@ def rank_table(table: RunTable) -> Table | None:
         for name, test in tests.items()
     ]
     notes.append("'all' counts error and ECE of the same runs as two settings, as the paper does.")
-    ranked = [row for row in table.rows if not row.startswith(UNRANKED)]
+    ranked = [row for row in table.rows if paper.bare_row(row) != UNRANKED]
     if dropped := [row for row in ranked if row not in scores]:
         notes.append(f"Not in every setting and left out: {', '.join(dropped)}.")
     if len(ranked) < len(table.rows):
@@ -410,7 +415,7 @@ def rank_scores(table: RunTable) -> tuple[Scores, str]:
     several = len(table.columns) > 1
     seeds = sorted({seeds for group in table.groups for seeds in group.runs})
     scores: dict[str, dict[str, list[float]]] = {}
-    for row in [row for row in table.rows if not row.startswith(UNRANKED)]:
+    for row in [row for row in table.rows if paper.bare_row(row) != UNRANKED]:
         by_metric = {}
         for metric in ("error", "ece"):
             values = [seed_values(table.at(row, column), metric) for column in table.columns]
