@@ -93,10 +93,21 @@ def test_mistakes_are_sentences(blobs):
         calmatch.Classifier().fit(x, np.where(y == 0, 0, -1))
     with pytest.raises(ValueError, match="no method called 'freematsch'"):
         calmatch.Classifier(method="freematsch").fit(x, y)
+    with pytest.raises(ValueError, match=r"layer of its own.*use freematch"):
+        calmatch.Classifier(method="bam").fit(x, y)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         calmatch.Classifier(steps=0).fit(x, y)
     with pytest.raises(ValueError, match="Pictures are"):
         calmatch.Classifier().fit(np.zeros((4, 8, 8, 5)), [0, 1, 0, 1])
+
+
+def test_a_second_fit_knows_nothing_of_the_first(blobs):
+    x, y, _ = blobs
+    made = calmatch.Classifier(steps=20)
+    made.shape_, made.model_ = (8, 8), object()  # as after a fit to pictures
+    made.fit(x, y)
+    assert made.predict(x).shape == (len(x),)
+    assert not hasattr(made, "model_")
 
 
 @pytest.mark.parametrize("shape", [(4, 9, 7), (4, 9, 7, 3), (4, 3, 9, 7)])

@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import yaml
 
-from calmatch import hub
+from calmatch import hub, spec
 from calmatch.model import load_model
 from calmatch.report.charts import reliability_figure
 from conftest import ALONE, calmatch, write_random_model
@@ -30,13 +30,16 @@ def finished(folder: Path, net: str = "tiny", size: int = 16, **settings: object
     note = json.loads((folder / "model.json").read_text("utf-8"))
     root = "pictures(root='/home/somebody/secret/photos')"
     note["provenance"] = {"data": root, "labels": 40}
+    item, start = spec.parse(note["net"]), "/home/somebody/secret/start.safetensors"
+    note["net"] = spec.write(item._replace(kwargs={**item.kwargs, "pretrained": start}))
     (folder / "model.json").write_text(json.dumps(note), "utf-8")
     return folder
 
 
 def test_the_card_says_what_the_run_says_and_not_where_it_lay(tmp_path):
     (tmp_path / "out").mkdir()
-    run = hub.load_run(finished(tmp_path / "run", classes=NASTY))
+    notes = ["2 pictures are blurred.", "3 pictures lie in /home/somebody/secret/p itself."]
+    run = hub.load_run(finished(tmp_path / "run", classes=NASTY, notes=notes))
     hub.write_repository(run, tmp_path / "out", "somebody/photos")
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     front = yaml.safe_load(card.split("---\n")[1])
@@ -46,6 +49,7 @@ def test_the_card_says_what_the_run_says_and_not_where_it_lay(tmp_path):
     assert f"| ECE (15 bins) | {ece.value:.4g} | {ece.low:.4g} to {ece.high:.4g} |" in card
     assert "40 labelled and 200 unlabelled" in card
     assert "<script>" not in card
+    assert "- 2 pictures are blurred." in card
     assert (tmp_path / "out" / "reliability.png").stat().st_size > 5000
     assert not any(
         b"secret" in path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()

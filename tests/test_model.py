@@ -19,7 +19,7 @@ from PIL import Image
 import calmatch
 from calmatch import methods, nets, posthoc
 from calmatch.core import Method
-from calmatch.model import KEYS_1, OWN_PREDICTION, load_model, save_calibration
+from calmatch.model import OWN_PREDICTION, load_model, save_calibration
 from calmatch.training.loop import train
 from conftest import GOLDEN, write_random_model
 
@@ -66,20 +66,6 @@ def test_every_family_of_networks_loads(tmp_path, net, size):
 def test_only_methods_with_an_own_way_to_predict_are_built():
     own = {name for name, kind in methods.METHODS.items() if kind.predict is not Method.predict}
     assert own == set(OWN_PREDICTION)
-
-
-def test_format_1_still_loads(tmp_path):
-    write_random_model(tmp_path, "tiny", 2, 8)
-    note = json.loads((tmp_path / "model.json").read_text())
-    old = {key: note[key] for key in KEYS_1} | {"format": 1}
-    (tmp_path / "model.json").write_text(json.dumps(old))
-    loaded = load_model(tmp_path)
-    assert loaded.calibration.kind == "identity"
-    answers = loaded.answer(loaded.probabilities(pictures(4, 8)))
-    assert [answer.set for answer in answers] == [()] * 4
-    assert not any(answer.sure for answer in answers)
-    save_calibration(tmp_path, posthoc.Scaling("temperature", {"temperature": 2.0}, 9))
-    assert load_model(tmp_path).note["format"] == 2
 
 
 def test_calibration_and_promises_are_kept_and_used(tmp_path):

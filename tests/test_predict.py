@@ -358,6 +358,13 @@ def test_a_table_that_predict_did_not_write_is_a_sentence(tmp_path, row):
         check_table(tmp_path / "t.csv", tmp_path / "l.csv")
 
 
+def test_a_table_of_one_class_alone_is_evaluated_too(tmp_path):
+    (tmp_path / "t.csv").write_text("file,label,confidence\na.png,cat,0.9\nb.png,cat,0.7\n")
+    (tmp_path / "l.csv").write_text("file,label\na.png,cat\nb.png,cat\n")
+    checked = check_table(tmp_path / "t.csv", tmp_path / "l.csv")
+    assert checked.probs.max(1).tolist() == [0.9, 0.7]
+
+
 @pytest.mark.ray
 def test_a_cluster_that_does_not_answer_is_one_sentence(trained, photos, tmp_path):
     pytest.importorskip("ray")

@@ -56,12 +56,12 @@ def main() -> None:
     ASSETS.mkdir(parents=True, exist_ok=True)
     for name in DIGITS:
         drawn = figures.draw_figure(name, figures.FIGURES[name].prepare(table))
-        (ASSETS / f"digits_{name}.svg").write_bytes(charts.encode(drawn, ".svg"))
+        charts.save_figure(drawn, ASSETS / f"digits_{name}.svg")
     for name in PUBLISHED:
         published = figures.FIGURES[name].published
         assert published is not None
         drawn = figures.draw_figure(name, published())
-        (ASSETS / f"published_{name}.svg").write_bytes(charts.encode(drawn, ".svg"))
+        charts.save_figure(drawn, ASSETS / f"published_{name}.svg")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ class RandomStream(IntEnum):
     UNLABELLED_VIEWS = 4
     METHOD = 5
     DROPOUT = 6
-    FEATURES = 7  # views of stored features, and the sample of unlabelled images
-    VECTORS = 8
+    FEATURES = 7  # the sample of unlabelled images whose features are kept
+    VECTORS = 8  # views of stored features
 
 
 class Task(NamedTuple):

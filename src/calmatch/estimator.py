@@ -40,8 +40,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Attributes:
         classes_: class names, sorted.
         kept_: of vectors, the method that was better by cross-validation: `method` or supervised.
-        calibration_: the temperature chosen by cross-validation.
-        held_out_: out-of-fold predictions the calibration rests on; None where labels were too few.
+        calibration_: the temperature; of vectors chosen by cross-validation.
+        held_out_: of vectors, the out-of-fold predictions it rests on; None with too few labels.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
         """Learn from labelled and unlabelled rows."""
+        for name in [name for name in vars(self) if name.endswith("_")]:
+            delattr(self, name)  # what an earlier fit learned
         if y is None:
             raise ValueError("Classifier requires y to be passed, but the target y is None.")
         if self.steps is not None and self.steps < 1:

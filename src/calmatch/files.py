@@ -66,12 +66,15 @@ def read_text(path: Path | str) -> str:
 
 
 @functools.cache
-def template(path: Path) -> Any:
+def template(path: Path, **filters: Any) -> Any:
     """A Jinja template beside the code, read once; in plain text nothing is escaped."""
     import jinja2
 
-    page = jinja2.Environment(autoescape=path.suffix != ".txt", trim_blocks=True)
-    page.lstrip_blocks, page.keep_trailing_newline = True, path.suffix == ".txt"
+    page = jinja2.Environment(autoescape=path.suffix != ".txt", undefined=jinja2.StrictUndefined)
+    page.trim_blocks = page.lstrip_blocks = True
+    page.keep_trailing_newline, page.filters = path.suffix == ".txt", {**page.filters, **filters}
+    # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
+    page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return page.from_string(read_text(path))
 
 

@@ -23,6 +23,7 @@ MODEL_FILES = ("model.json", "model.safetensors")
 PREFIX = "net/body.model."  # of a timm network's tensors in our files
 SHOWN = {"error": "error", "ece": "ECE (15 bins)", "smooth_ece": "smooth ECE", "nll": "log-loss"}
 TASK = "image-classification"
+LOCAL = re.compile(r"(^|\s)(/|~|[A-Za-z]:\\)\S")  # where files lie is nobody's business
 CARD = Path(__file__).with_name("hub.md")
 EXTRA = "The Hub needs an extra: pip install 'calmatch[hub]'."
 LOGIN = "; is the name right, and `hf auth login` done?"
@@ -65,6 +66,7 @@ def write_repository(run: Run, place: Path, name: str) -> None:
     """What the Hub shows and others load: weights, model.json, config.json, card, one figure."""
     model = load_model(run.folder)
     note = read_model_json(run.folder / "model.json")
+    note["net"] = model.note["net"]  # without the file that it started from
     note["provenance"] |= {"data": run.data}  # a folder's name, not where it lies, nor its command
     note["provenance"].pop("command", None)
     files.write_json(place / "model.json", note)
@@ -96,6 +98,7 @@ def write_card(run: Run, model: Model, name: str, in_timm: bool) -> str:
     result["dataset"] = {"name": run.data, "type": "own-pictures"}
     front["model-index"] = [{"name": name, "results": [result]}]
     words = {"run": run, "model": model, "name": name, "in_timm": in_timm, "rows": rows}
+    words["notes"] = [note for note in run.result.notes if not LOCAL.search(note)]
     words |= {"few": few, "probs": probabilities(log_probs), "labels": labels}
     card = files.template(CARD).render(words, version=__version__)
     return f"---\n{yaml.safe_dump(front, allow_unicode=True, sort_keys=False)}---\n{card}"

@@ -33,8 +33,7 @@ def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"labels must be [{len(p)}] class ids, not {tuple(y.shape)}.")
     if not p.is_floating_point():
         raise ValueError(f"probs must be floating-point numbers, not {p.dtype}.")
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise ValueError(f"labels must be integer class ids, not {y.dtype}.")
+    y = ops.check_ids(y, p.shape[1]).to(p.device)
     p = p.float() if p.dtype in (torch.float16, torch.bfloat16) else p
     total = p.sum(1)
     if not bool(torch.isfinite(total).all()):
@@ -42,10 +41,6 @@ def check(probs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     if float(p.min()) < 0 or float((total - 1).abs().max()) > SUM_TOLERANCE:
         rule = "probs must be probabilities (non-negative, rows summing to 1)"
         raise ValueError(f"{rule}; apply softmax first if these are logits.")
-    y = y.to(p.device, torch.long)
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= p.shape[1]:
-        raise ValueError(f"labels must lie in 0..{p.shape[1] - 1}; found {low}..{high}.")
     return p, y
 
 

@@ -26,8 +26,8 @@ LICENCE = (
     "This model is yours; calmatch claims no rights to it. The pictures and the pretrained weights "
     "it was made from may carry licences of their own."
 )
-KEYS_1 = {"format", "net", "method", "classes", "size", "mean", "std", "versions"}
-KEYS_2 = ("calibration", "conformal", "selective", "provenance", "licence")
+NEEDED = {"format", "net", "method", "classes", "size", "mean", "std", "versions"}
+LATER = ("calibration", "conformal", "selective", "provenance", "licence")  # than the weights
 LIMITS = {"size": 1024, "classes": 100_000, "name": 1000, "number": 10_000, "tta": 16}
 METHOD_FILES = Path(__file__).parent / "methods"  # one for each method, of its name
 OWN_PREDICTION = ("bam",)  # methods that do not predict by the network's logits alone
@@ -266,7 +266,7 @@ def write_model(
     tensors |= {f"method/{k}": v for k, v in (memory.state_dict() if memory else {}).items()}
     copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     files.write(folder / "model.safetensors", safetensors.torch.save(copies))
-    later = dict.fromkeys(KEYS_2) | {"provenance": {}, "licence": LICENCE}
+    later = dict.fromkeys(LATER) | {"provenance": {}, "licence": LICENCE}
     files.write_json(folder / "model.json", {"format": FORMAT} | entries | later | entries)
 
 
@@ -277,10 +277,9 @@ def read_model_json(path: Path) -> dict[str, Any]:
             f"There is no model in {path.parent}: {path.name} is missing; is its run finished?"
         )
     note = files.read_json(path)
-    if note.get("format") not in (1, FORMAT):
-        raise ValueError(f"{path} is not a model of format 1 or {FORMAT}; update calmatch?")
-    keys = KEYS_1 if note["format"] == 1 else KEYS_1 | set(KEYS_2)
-    if odd := sorted(keys ^ set(note) - {"tta", "squash"}):
+    if note.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a model of format {FORMAT}; update calmatch?")
+    if odd := sorted(NEEDED.union(LATER) ^ set(note) - {"tta", "squash"}):
         raise ValueError(f"{path}: the entry {odd[0]!r} is missing or not known.")
     for key, fits in _CHECKS.items():
         if key in note and not fits(note[key]):

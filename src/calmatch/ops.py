@@ -19,6 +19,22 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def count_cores() -> int:
+    """Those that this process may use: a scheduler or container may leave it a few of many."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return own or 1
+
+
+def check_ids(labels: Tensor, classes: int) -> Tensor:
+    """Labels as class ids, 64 bits each; a ValueError where they are something else."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must be integer class ids, not {labels.dtype}.")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise ValueError(f"labels must lie in 0..{classes - 1}; found {low}..{high}.")
+    return labels.long()
+
+
 def ids(target: Tensor) -> Tensor:
     """Class ids [n] of a target that is class ids or probabilities [n, C]."""
     return target if target.ndim == 1 else target.argmax(-1)

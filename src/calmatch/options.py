@@ -121,12 +121,14 @@ def hub_answers(seconds: float = 2.0) -> bool:
     """Whether weights could be fetched; an answer comes in time, also where no name is resolved."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return False
-    proxy = urlsplit(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or "")
+    names = "HTTPS_PROXY https_proxy HF_ENDPOINT".split()
+    way = next(filter(None, map(os.environ.get, names)), HUB)
     reached: list[bool] = []
 
     def knock() -> None:
-        with contextlib.suppress(OSError):
-            address = (proxy.hostname or HUB, proxy.port or 443)
+        with contextlib.suppress(OSError, ValueError):  # a port that is none
+            parts = urlsplit(way if "://" in way else f"//{way}")
+            address = (parts.hostname or HUB, parts.port or (80 if parts.scheme == "http" else 443))
             socket.create_connection(address, timeout=seconds).close()
             reached.append(True)
 

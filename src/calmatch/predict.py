@@ -391,6 +391,7 @@ def check_table(path: Path, labels: Path) -> Checked:
     truth = _read_truth(labels, [file for file, *_ in answers])
     names = {*truth.values(), *(label for _, label, *_ in answers)}
     classes = [name[2:-1] for name in columns] or sorted(names)
+    classes += [""] * (len(classes) == 1)  # one class alone: the rest of its confidence is another
     if strange := sorted(names - set(classes)):
         raise ValueError(f"{path} has no probability of {strange[0]!r}.")
     return _check([row for row in answers if row[0] in truth], truth, classes)

@@ -133,7 +133,7 @@ class Run(NamedTuple):
     def data(self) -> str:
         """What it learned from, for people: a dataset's name, or the name of their own folder."""
         item = spec.parse(self.config.dataset)
-        own = item.name in ("pictures", "folder") and item.kwargs.get("root")
+        own = item.kwargs.get("root") or item.kwargs.get("path")  # of pictures, of folder
         return Path(str(own)).name if own else self.config.dataset
 
     def log(self) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 import fabricated
+import folders
 from calmatch.bench import BenchOptions, choose_cells, figures, split_paper
 from calmatch.bench.paper import PARTS, PUBLISHED_TABLES, SUITES, suite_cells
 from calmatch.bench.render import Entry, latex, markdown
@@ -228,6 +229,11 @@ def test_both_protocols_stand_side_by_side(make):
 
 def test_a_run_that_was_evaluated_once_has_no_test_selected_number(tmp_path):
     fabricated.run(tmp_path / "a", Config(), best={"evaluations": 1})
+    assert protocol_table(gather_runs([tmp_path])) is None
+
+
+def test_a_run_without_a_log_has_none_either(tmp_path):
+    folders.made(tmp_path / "a", steps=0)  # as a frozen fit leaves it
     assert protocol_table(gather_runs([tmp_path])) is None
 
 

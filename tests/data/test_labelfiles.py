@@ -169,6 +169,13 @@ def test_fiftyone_and_camera_trap_tables_say_what_the_csv_says(folder, model):
     assert seen["deep/c.png"]["deploymentID"] == "deep"
 
 
+def test_pictures_that_fiftyone_cannot_tell_apart_are_a_sentence(folder, model):
+    (folder / "a.jpg").write_bytes((folder / "a.png").read_bytes())
+    with pytest.raises(ValueError, match="Two pictures are called a"):
+        predict(model, folder, folder.parent / "labels.json", format="fiftyone", quiet=True)
+    assert not (folder.parent / "labels.json").exists()
+
+
 def test_a_format_wants_its_ending_and_json_wants_a_format(folder, model, typed):
     done = typed("predict", folder.parent / "run", folder, "-o", folder.parent / "x.json")
     assert (done.returncode, "--format label-studio" in done.stderr) == (2, True)

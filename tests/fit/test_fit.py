@@ -88,7 +88,7 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys
         (["pics", "--labels", "no.csv"], "Cannot read"),
         (["pics", "--out", "pics/run"], "lies among the pictures"),
         (["pics", "--strict", "--frozen"], "cannot be decoded"),
-        (["pics", "--method", "simmatch", "--frozen"], "--no-frozen"),
+        (["pics", "--method", "remixmatch", "--frozen"], "--no-frozen"),
         (["pics", "--method", "crmatch", "--frozen"], "--no-frozen"),
         (["pics", "--from", "pics"], "There is no model"),
         (["pics", "--hold", "0"], "between 0 and 1"),

@@ -213,3 +213,55 @@ def test_a_network_that_is_none_is_a_sentence_before_anything_is_measured(name, 
     monkeypatch.setattr(plan, "hub_answers", lambda: False)
     with pytest.raises(ValueError, match=r"There is no net called|timm has no model"):
         plan.choose_network(FitOptions(Path(), net=name), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [("bam", "layer of its own"), ("crmatch", "turns pictures"), ("remixmatch", "turns pictures")],
+)
+def test_a_method_that_features_cannot_serve_is_refused_before_they_are_computed(
+    tmp_path, method, why
+):
+    asked = options(tmp_path, method=method)
+    plan.refuse_idle_options(asked, frozen=False)
+    with pytest.raises(ValueError, match=f"{why}.*--no-frozen"):
+        plan.refuse_idle_options(asked, frozen=True)
+
+
+@pytest.mark.parametrize("method", ["comatch", "simmatch", "shrinkmatch"])
+def test_a_method_with_layers_beside_the_linear_one_may_learn_on_features(tmp_path, method):
+    plan.refuse_idle_options(options(tmp_path, method=method), frozen=True)
+
+
+def test_as_many_minutes_as_one_likes_are_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "_time_step", lambda _: 1e-4)
+    images, own = decode_folder(read_folder(blobs(tmp_path / "pictures")), 16)
+    asked = options(tmp_path / "pictures", steps=None, minutes=float("inf"))
+    assert plan.make_plan(asked, own, images, 16, float("inf")).steps <= plan.MOST
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "address"),
+    [
+        ("HTTPS_PROXY", "proxy.example:3128", ("proxy.example", 3128)),
+        ("HTTPS_PROXY", "http://proxy.example", ("proxy.example", 80)),
+        ("HF_ENDPOINT", "https://mirror.example", ("mirror.example", 443)),
+        ("HTTPS_PROXY", "http://proxy.example:none", None),
+    ],
+)
+def test_the_hub_is_knocked_at_where_weights_would_come_from(monkeypatch, name, value, address):
+    seen = []
+
+    class Socket:
+        close = staticmethod(lambda: None)
+
+    def connect(where: Any, timeout: float) -> Socket:
+        seen.append(where)
+        return Socket()
+
+    for other in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy", "HF_ENDPOINT"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.create_connection", connect)
+    assert hub_answers() == bool(address)
+    assert seen == ([address] if address else [])

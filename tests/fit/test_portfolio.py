@@ -98,7 +98,7 @@ def test_students_side_by_side_are_those_one_by_one():
     features, labels, _ = clusters(spread=1.9)
     rows = np.flatnonzero(labels >= 0)
     teachers = Teachers(Embedding.fit(features).spaces(features), 5)
-    cases = [(rows[side], labels[rows][side]) for side in portfolio._halves_of(labels[rows], 0)]
+    cases = [(rows[side], labels[rows][side]) for side in portfolio.halves_of(labels[rows], 0)]
     cases += [(rows[rest], labels[rows][rest]) for _, rest in portfolio.folds_of(labels[rows], 0)]
     alone = [one_student(teachers, *case) for case in cases]
     assert max(np.abs(alone[0] - other).max() for other in alone[1:]) > 0.05  # they do differ

@@ -324,6 +324,20 @@ def test_few_labels_of_a_fit_are_not_called_a_measured_calibration(tmp_path):
     assert "No better than guessing" in page_of([load_run(run.folder)], tmp_path / "report.html")[0]
 
 
+def test_fits_with_few_labels_are_not_compared_by_their_calibration(tmp_path, capsys):
+    names = ("a", "b")
+    fits = [
+        folders.made(tmp_path / name, title=name, pictures=40, evaluated_on="crossfit", steps=0)
+        for name in names
+    ]
+    text, _ = page_of(fits, tmp_path / "report.html")
+    assert "has the lowest error" in text
+    assert "calibration error (ECE):" not in text
+    print_runs(fits)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["a"]]
+    assert rows[0].split()[2:5] == ["-"] * 3
+
+
 def test_the_verdict_follows_the_direction_of_the_error(tmp_path):
     sure = folders.made(tmp_path / "run")
     preds = make_predictions(*sure.predictions())

@@ -3,16 +3,14 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 import torch
 from test_methods import _compare_compiled
 
-from calmatch import files, losses
+from calmatch import losses
 from calmatch.core import Term
 from calmatch.runs import find_finished
 from calmatch.training.config import check_config
-from calmatch.training.loop import train
 from calmatch.training.setup import build_parts
 
 
@@ -94,21 +92,6 @@ def test_mixup_mixes_pictures_and_targets_by_the_same_share(tiny, hard):
 def test_mixup_and_gate_compile_into_one_graph(tiny, method):
     settings = {"precision": "fp64", "penalty": "margin(m=1, gate=True)"}
     _compare_compiled(tiny(f"{method}(mixup=0.5, hard=False)", **settings), "eager", 1e-12)
-
-
-def test_views_and_plain_predictions_are_kept_where_that_is_asked_and_only_there(tiny, tmp_path):
-    config = tiny("freematch", ema=0.9)
-    plain = train(tiny("freematch", ema=0.0), tmp_path / "plain", quiet=True)
-    usual = train(config, tmp_path / "usual", quiet=True)
-    run = train(config.replace(keep_views=True), tmp_path / "run", quiet=True)
-    assert not (usual.folder / "views.npz").exists()
-    assert "plain_log_probs" not in files.read_arrays(usual.folder / "predictions.npz")
-    log_probs = files.read_arrays(run.folder / "predictions.npz")["plain_log_probs"]
-    assert np.array_equal(log_probs, plain.predictions()[0].numpy())  # as if nothing was averaged
-    views = files.read_arrays(run.folder / "views.npz")
-    assert set(views) == {"plain", "weak", "strong", "truth"}
-    assert views["plain"].shape == views["strong"].shape == (180 - 16, 4)
-    assert not np.array_equal(views["plain"], views["strong"])
 
 
 def test_a_run_made_before_a_field_existed_is_still_the_same_run(tiny, tmp_path):

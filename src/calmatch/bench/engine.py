@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calmatch import files
+from calmatch import files, ops
 from calmatch.console import ProgressBar, message, run_guarded
 from calmatch.runs import find_finished, load_run
 from calmatch.training.checkpoint import list_checkpoints
@@ -169,8 +169,7 @@ def local_workers(runs: int, per_device: int = 0) -> list[Worker]:
     On a CPU every core is a worker: two runs with a thread each are faster than one after the
     other with two (docs/engines.md has the numbers). More cores than runs are shared among them.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
+    cores = ops.count_cores()
     kind, gpus = local_devices()
     processes = per_device or (max(1, min(cores, runs)) if kind == "cpu" else 1)
     if kind == "cuda":

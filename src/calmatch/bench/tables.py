@@ -234,8 +234,9 @@ def seed_differences(table: RunTable, group: Group, metric: str) -> list[float]:
 
 def selected_on_test(run: Run) -> BestOnTest | None:
     """The best evaluation on the test set; None if there was only one to choose from."""
-    best = run.result.best_on_test or BestOnTest.of(run.lines("test"))
-    return best if best.evaluations > 1 else None
+    lines = run.lines("test")
+    best = run.result.best_on_test or (BestOnTest.of(lines) if lines else None)
+    return best if best and best.evaluations > 1 else None
 
 
 def build_tables(table: RunTable, *, suite: str = "", compare: bool = False) -> list[Table]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from calmatch import files
+from calmatch import files, ops
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # The only decoders: Pillow's others start programs (PostScript) or are there for rare files.
@@ -368,8 +368,7 @@ def compute_ordered(
     share of the cores, so that none waits for another; for a GPU they read ahead while it computes.
     """
     before, alone = torch.get_num_threads(), device.type == "cpu"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    number = workers or (min(before, 8) if alone else cores or 1)
+    number = workers or (min(before, 8) if alone else ops.count_cores())
     share = max(1, before // number)  # of a CPU; OMP_NUM_THREADS is obeyed
 
     def work(item: X) -> Any:
@@ -395,10 +394,10 @@ def compute_ordered(
 def stamp_files(listed: ImageFiles) -> str:
     """A key of names, sizes and times of change: quick, for folders too large to be read twice."""
     start = f"v1 {listed.root.resolve()} {listed.size} {listed.squash}"
-    total = hashlib.blake2b(os.fsencode(start), digest_size=16)
+    total, zipped = hashlib.blake2b(os.fsencode(start), digest_size=16), is_zip(listed.root)
     for name in listed.names:
         try:  # number and time of its inode: files that changed places may agree in all else
-            facts = (listed.root / name).stat()
+            facts = (listed.root if zipped else listed.root / name).stat()
             marks = (facts.st_size, facts.st_mtime_ns, facts.st_ino, facts.st_ctime_ns)
         except OSError:  # it has vanished since it was listed
             marks = (-1, 0, 0, 0)
@@ -413,25 +412,7 @@ def load_cached(listed: ImageFiles, title: str) -> Tensor:
         for place, image in enumerate(map_threads(listed.image, len(listed))):
             images[place] = image
 
-    return cached_array(f"{title}-{_digest_files(listed)}", listed.shape, fill).tensor
-
-
-def _digest_files(listed: ImageFiles) -> str:
-    """A key of the contents, names and size."""
-    total = hashlib.blake2b(f"v1 {listed.size}".encode(), digest_size=16)
-    if is_zip(listed.root):  # the archive's own bytes say it all
-        with files.open_file(listed.root) as archive:
-            total.update(hashlib.file_digest(archive, "blake2b").digest())
-        total.update(os.fsencode("\n".join(listed.names)))
-        return total.hexdigest()
-
-    def digest(place: int) -> bytes:
-        data = listed.data(place)
-        return os.fsencode(f"\n{listed.names[place]} {len(data)} ") + hashlib.blake2b(data).digest()
-
-    for part in map_threads(digest, len(listed)):
-        total.update(part)
-    return total.hexdigest()
+    return cached_array(f"{title}-{stamp_files(listed)}", listed.shape, fill).tensor
 
 
 def cache_root() -> Path:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from calmatch.fit.portfolio import Array, Teachers, echo_agreement, log_clipped, softmax
+from calmatch.fit.portfolio import Array, Teachers, echo_agreement, halves_of, log_clipped, softmax
 from calmatch.posthoc.few import Estimate, few_label_error, few_label_temperature
 
 DIFFUSION, NOISE = 0.99, 0.1  # of the graph's kernel, whose variances are 1; and of an answer
@@ -143,11 +143,7 @@ def learn(teachers: Teachers, rows: Any, labels: Any, fair: Any) -> Learned:
             own = _student(teachers, rows, labels, kept, classes)
             held[k::FOLDS] = inputs[rows[out[k::FOLDS]]] @ own[:-1] + own[-1]
     guesses = []
-    for side in (0, 1):
-        half = everything.copy()
-        for c in range(classes):  # a class of one label is in both
-            own_rows = np.flatnonzero(labels == c)
-            half[own_rows[side::2]] = len(own_rows) < 2
+    for half in halves_of(labels, 0):
         own = _student(teachers, rows, labels, half, classes)
         guesses.append((inputs[rest] @ own[:-1] + own[-1]).argmax(1))
     agreement, each = float((guesses[0] == guesses[1]).mean()), len(rows) / classes

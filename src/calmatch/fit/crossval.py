@@ -19,7 +19,7 @@ from calmatch.core import RandomStream, Transform
 from calmatch.data.batches import Resident, Split, folds, leave_fold_out, stream_seed
 from calmatch.data.folder import ImageFolder
 from calmatch.data.images import Images
-from calmatch.fit.plan import PENALTY
+from calmatch.fit.plan import PENALTY, refuse_features
 from calmatch.nets.classic import Layered
 from calmatch.runs import Result
 from calmatch.training.config import Config, check_config
@@ -90,7 +90,7 @@ class Calibration(NamedTuple):
     scaling: posthoc.Scaling
     conformal: posthoc.Conformal
     selective: posthoc.Selective
-    log_probs: Tensor  # [n, C], calibrated without each image's own label
+    log_probs: Tensor  # [n, C], calibrated; of whole networks without each image's own label
     before: dict[str, metrics.Interval]
     after: dict[str, metrics.Interval]
 
@@ -154,9 +154,7 @@ def clopper_pearson(wrong: int, n: int, level: float = 0.95) -> tuple[float, flo
     >>> [round(end, 3) for end in clopper_pearson(0, 40)]
     [0.0, 0.088]
     """
-    tail = (1 - level) / 2
-    low: Any = stats.beta.ppf(tail, wrong, n - wrong + 1) if wrong else 0.0
-    high: Any = stats.beta.ppf(1 - tail, wrong + 1, n - wrong) if wrong < n else 1.0
+    low, high = stats.binomtest(wrong, n).proportion_ci(level)
     return float(low), float(high)
 
 
@@ -206,11 +204,7 @@ class FrozenRun:
 
     def parts(self, split: Split) -> Parts:
         """The parts of a run on these rows; a ValueError if the method cannot do without pixels."""
-        if methods.find(self.config.method).turns:
-            raise ValueError(
-                f"{self.config.method} turns pictures, which stored features cannot show; "
-                f"use freematch, or train the whole network."
-            )
+        refuse_features(self.config.method, "use freematch, or train the whole network")
         width, places = self.store.shape[2], (split.labelled, split.unlabelled, ())
         own, pool, none = (VectorRows(self.store, torch.tensor(ids).long()) for ids in places)
         facts = (self.store.device, self.classes, self.labels, split, own, pool)

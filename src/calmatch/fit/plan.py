@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,11 +72,7 @@ def check_options(options: FitOptions) -> None:
     for name, least in (("steps", 1), ("batch", 1), ("seed", 0)):
         if getattr(options, name) is not None and getattr(options, name) < least:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(options, name)}.")
-    kind = methods.find(options.method or METHOD)
-    if options.freeze and kind.heads is not Method.heads:
-        raise ValueError(f"{options.method} has layers of its own; use it with --no-frozen.")
-    if options.freeze and kind.turns:
-        raise ValueError(f"{options.method} turns pictures; use it with --no-frozen.")
+    methods.find(options.method or METHOD)
     if options.freeze and options.hold is not None:
         raise ValueError("--hold is for a whole network; a frozen one is cross-validated.")
     if options.freeze is False and options.tta is not None:
@@ -126,12 +121,23 @@ def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
     """An option that would do nothing is a mistake."""
     if not frozen and options.engine != "local":
         raise ValueError("--engine ray is for a frozen network, whose features are computed once.")
+    if frozen and options.method is not None:
+        refuse_features(options.method, "use it with --no-frozen")
     idle = dict.fromkeys(("weak", "strong"), "--no-frozen")
     if options.method is None:
         idle |= dict.fromkeys(("penalty", "steps", "batch"), "--method NAME or --no-frozen")
     for name, more in idle.items() if frozen else ():
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} does nothing while the network is frozen; add {more}.")
+
+
+def refuse_features(method: str, instead: str) -> None:
+    """A method that needs images, or another classifier than one linear layer."""
+    kind = methods.find(method)
+    if kind.turns:
+        raise ValueError(f"{method} turns pictures, which stored features cannot show; {instead}.")
+    if kind.predict is not Method.predict:
+        raise ValueError(f"{method} predicts by a layer of its own, not a linear one; {instead}.")
 
 
 def dataset_spec(
@@ -153,8 +159,8 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     options, own = job.options, extractor.size
     labels, whole = len(job.listed.known), len(job.listed.names)
     everything = whole if ray is not None else min(whole, labels + MOST_LOOKED_AT)
-    gpus, cores = count_workers(ray) if ray is not None else (0, os.cpu_count() or 1)
-    faster = cores / (os.cpu_count() or 1)  # than this machine, where the cluster has no GPU
+    gpus, cores = count_workers(ray) if ray is not None else (0, ops.count_cores())
+    faster = cores / ops.count_cores()  # than this machine, where the cluster has no GPU
     reading = time_decoding(job.listed, own) / faster
     showing = time_image(extractor) / (gpus or faster)
     seen_most = min(everything, portfolio.MOST)
@@ -207,7 +213,7 @@ def time_decoding(listed: ImageFolder, size: int) -> float:
     """Seconds of one image, by some of them; threads share the work."""
     names = listed.names[:: max(1, len(listed.names) // 8)][:8]
     seconds = time_call(lambda: decode_some(listed.root, names, size))
-    return seconds / len(names) / (os.cpu_count() or 1)
+    return seconds / len(names) / ops.count_cores()
 
 
 def decode_some(root: Path, names: tuple[str, ...], size: int) -> list[Any]:
@@ -302,7 +308,7 @@ def make_plan(
     for alone, share in ((False, 0.5), (True, 0.15)):
         seconds = (1 + len(parts)) * _time_step(network_config(options, plan, alone))
         late |= share * allowed < FEWEST * seconds
-        steps.append(min(most, max(FEWEST, int(share * allowed / seconds))))
+        steps.append(max(FEWEST, int(min(most, share * allowed / seconds))))
         lasting += steps[-1] * seconds / 60
     if late:
         note = f"It takes about {lasting:.{int(lasting < 2)}f} minutes instead of "

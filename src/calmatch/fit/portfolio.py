@@ -263,7 +263,7 @@ def fit_transductive(
     """
     inputs, free = teachers.inputs, np.setdiff1d(np.arange(len(teachers.inputs)), rows)
     chosen = [rest for repeat in range(REPEATS) for _, rest in folds_of(labels, repeat)]
-    chosen += [side for repeat in range(HALVINGS) for side in _halves_of(labels, repeat)]
+    chosen += [side for repeat in range(HALVINGS) for side in halves_of(labels, repeat)]
     cases = [(rows[seen], labels[seen]) for seen in (*chosen, np.ones(len(labels), bool))]
     *students, whole = teachers.teach(cases, bar=bar)
     probs = np.stack([softmax(inputs @ own[:-1] + own[-1]) for own in students])
@@ -404,7 +404,7 @@ def folds_of(labels: Rows, seed: int) -> list[tuple[Rows, NDArray[np.bool_]]]:
     return [(np.flatnonzero(fold == number), fold != number) for number in range(FOLDS)]
 
 
-def _halves_of(labels: Rows, seed: int) -> NDArray[np.bool_]:
+def halves_of(labels: Rows, seed: int) -> NDArray[np.bool_]:
     """Two disjoint halves of every class's labels; a class of one label is in both."""
     random, sides = np.random.default_rng(seed), np.zeros((2, len(labels)), bool)
     for c in np.unique(labels):

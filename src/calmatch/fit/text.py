@@ -1,5 +1,6 @@
 """What `fit` says to a person: what it was given and tried, how good it is, what to do next."""
 
+import shlex
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -86,7 +87,7 @@ def describe_result(
         names = [asked.files[k] for k in best] if asked.files is not None else []
         lines += ["", "These labels would teach it most:", *(f"  {name}" for name in names)]
         lines += [f"  {command}   asks for them" for command in [label_command(run)] if command]
-    folder = run.folder
+    folder = shlex.quote(str(run.folder))
     lines += [
         "",
         "Next:",

@@ -17,7 +17,15 @@ from calmatch import augment, console, files, nets, ops, spec
 from calmatch.data.folder import ImageFolder, arrange_rows, decode_folder, fitting_size
 from calmatch.data.images import Images, take_images
 from calmatch.fit import crossval, portfolio, text
-from calmatch.fit.plan import FitJob, FitPlan, choose_views, make_plan, network_config, read_plan
+from calmatch.fit.plan import (
+    FitJob,
+    FitPlan,
+    choose_views,
+    is_grey,
+    make_plan,
+    network_config,
+    read_plan,
+)
 from calmatch.model import load_model
 from calmatch.options import FitOptions
 from calmatch.runs import load_run
@@ -198,8 +206,8 @@ class Refinement:
         facts = (self._network(weights), weights, self.labels)
         self._train(*facts, 2, None)  # the first time is slower
         seconds = portfolio.time_call(lambda: self._train(*facts, 6, None)) / 6
-        steps = int(0.5 * self.job.seconds_left() / (portfolio.FOLDS + 1) / seconds)
-        return min(MOST_STEPS, steps)
+        steps = 0.5 * self.job.seconds_left() / (portfolio.FOLDS + 1) / seconds
+        return int(min(MOST_STEPS, steps))
 
     def _once(self, name: str, compute: Callable[[], State]) -> State:
         """What it computes; from its file where an interrupted fit has done so."""
@@ -231,9 +239,8 @@ class Refinement:
         free = np.setdiff1d(np.arange(len(inputs)), own)
         random = np.random.default_rng(self.job.options.seed)
         chance = Generator(device).manual_seed(self.job.options.seed)
-        plain = self.extractor.views.views
-        grey = not any(view.flipped for view in plain) and len(plain) > 1
-        views = [*map(augment.pipeline, choose_views(self.job.options, plain[0].size, grey)[:2])]
+        kind = (self.extractor.views.views[0].size, is_grey(self.images))
+        views = [*map(augment.pipeline, choose_views(self.job.options, *kind)[:2])]
         network.requires_grad_(True)
         groups = [{"params": part.parameters()} for part in (network.body, network.head)]
         optimizer = torch.optim.AdamW(groups, weight_decay=1e-2)

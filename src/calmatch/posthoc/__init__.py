@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calmatch import spec
+from calmatch import ops, spec
 
 if TYPE_CHECKING:
     from calmatch.posthoc.few import *  # noqa: F403
@@ -239,12 +239,7 @@ def check_logits(logits: Any, labels: Any) -> tuple[Any, Any]:
     if z.ndim != 2 or z.shape[1] < 2 or y.shape != z.shape[:1] or len(y) == 0:
         shapes = f"at least one; these are {tuple(z.shape)} and {tuple(y.shape)}"
         raise ValueError(f"Scaling needs logits [N, C >= 2] and labels [N], {shapes}.")
-    if y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
-        raise ValueError(f"labels must be integer class ids, not {y.dtype}.")
-    log_probs, low, high = check_log_probs(z), int(y.min()), int(y.max())
-    if low < 0 or high >= z.shape[1]:
-        raise ValueError(f"labels must lie in 0..{z.shape[1] - 1}; found {low}..{high}.")
-    return log_probs, y.long().numpy()
+    return check_log_probs(z), ops.check_ids(y, z.shape[1]).numpy()
 
 
 def check_log_probs(logits: Tensor) -> Any:

@@ -7,11 +7,11 @@ import io
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
@@ -64,7 +64,7 @@ def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
     scripts = [_libraries(), "\n".join(_read_asset(name) for name in SCRIPTS)]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    return _template().render(
+    page: str = _template().render(
         view,
         data=_finite(data),
         runs=data["runs"],
@@ -77,6 +77,7 @@ def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
         scripts=[Markup(script) for script in scripts],  # ours, and free of </script
         policy=POLICY.format(scripts=hashes),
     )
+    return page
 
 
 @functools.cache
@@ -94,15 +95,10 @@ def _read_asset(name: str) -> str:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("calmatch.report", "")
-    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    page.trim_blocks = page.lstrip_blocks = True
-    page.filters |= {"percent": summary.percent, "signed": summary.signed}
-    page.filters["whole"] = lambda words: words.replace(" %", "\u00a0%")  # no line break in between
-    # tojson escapes <, >, & and ', and ASCII alone leaves no U+2028: safe inside a script element
-    page.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return page.get_template("template.html")
+def _template() -> Any:
+    numbers: dict[str, Any] = {"percent": summary.percent, "signed": summary.signed}
+    numbers["whole"] = lambda words: words.replace(" %", "\u00a0%")  # no line break in between
+    return files.template(HERE / "template.html", **numbers)
 
 
 def _finite(value: Any) -> Any:
@@ -255,7 +251,10 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     """How a run was made and how to make it again."""
     home, folder = page.parent.resolve(), run.folder.resolve()
     config = Path("config.json") if home == folder else Path(run.folder.name) / "config.json"
-    repeat = [f"calmatch train {config} --out NEW_FOLDER", "calmatch report NEW_FOLDER"]
+    repeat = [
+        f"calmatch train {shlex.quote(str(config))} --out NEW_FOLDER",
+        "calmatch report NEW_FOLDER",
+    ]
     linked = folder.parent == home and (run.folder / "report.html").is_file()
     point = _calibration(run).get("selective")
     return {

@@ -46,14 +46,6 @@ def check_panels(number: int) -> None:
         raise ValueError(f"{number} panels do not fit into a figure; choose runs with --column.")
 
 
-def encode(figure: Figure, ending: str) -> bytes:
-    """A figure as a file's bytes, the same bytes each time."""
-    data = io.BytesIO()
-    with mpl.rc_context(STYLE):
-        figure.savefig(data, format=ending[1:], dpi=200, metadata=FORMATS[ending])
-    return data.getvalue()
-
-
 def line_styles(rows: Sequence[str]) -> dict[str, dict[str, Any]]:
     """For each row a colour for its method, a full line with penalty, a dashed one without."""
     methods: dict[str, list[str]] = {}
@@ -124,6 +116,9 @@ def reliability_figure(panels: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """A figure as an .svg, .pdf or .png file."""
-    write(path, encode(figure, path.suffix))
+    """A figure as an .svg, .pdf or .png file, the same bytes each time."""
+    data = io.BytesIO()
+    with mpl.rc_context(STYLE):
+        figure.savefig(data, format=path.suffix[1:], dpi=200, metadata=FORMATS[path.suffix])
+    write(path, data.getvalue())
     return path

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from calmatch.console import visible
-from calmatch.metrics import Interval
+from calmatch.metrics import FEW, Interval
 from calmatch.predict import Checked
 from calmatch.report.summary import make_predictions, percent, reliability_bins
 from calmatch.runs import Run
@@ -37,7 +37,10 @@ def short_verdict(measured: Mapping[str, Any]) -> str:
 def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which run is best at what, and how far that can be believed."""
     sentences = []
+    few = any(run["few"] for run in runs)
     for key, what in (("error", "lowest error"), ("ece", "lowest calibration error (ECE)")):
+        if few and key == "ece":
+            continue
         best = min(runs, key=lambda run: run[key]["value"])
         rivals = [run for run in runs if run is not best and run[key]["low"] <= best[key]["high"]]
         others = f"{len(rivals)} other intervals overlap" if rivals[1:] else "another one overlaps"
@@ -70,18 +73,19 @@ COLUMNS = {  # the heading of each quantity, its factor and decimals
     "gap": ("logit\ngap", 1.0, 1),
 }
 LEGEND = (
-    "Below each value its 95 % interval (bootstrap over test pictures; one seed). ECE: 15 bins of "
-    "the top class; adapt.: bins of equal mass; class: every class's probability. Agree: share of "
-    "accepted unlabelled pictures whose weak and strong views agree, last log interval. Logit "
-    "gap: largest distance of two logits, mean over test pictures."
+    "Below each value its 95 % interval (bootstrap over what was evaluated; one seed). ECE: 15 "
+    "bins of the top class; adapt.: bins of equal mass; class: every class's probability. Agree: "
+    "share of accepted unlabelled pictures whose weak and strong views agree, last log interval. "
+    "Logit gap: largest distance of two logits, mean over evaluated pictures."
 )
 
 
 def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
     """A value and its interval as text, and what it is sorted by; a dash where there is none."""
     cells: list[tuple[str, str, float | str]] = []
+    few = run.result.evaluated_on != "test" and run.result.images["test"] < FEW
     for key, (_, scale, digits) in COLUMNS.items():
-        interval = run.result.metrics.get(key, ())
+        interval = run.result.metrics.get(key, ()) if not (few and "ece" in key) else ()
         texts = [f"{scale * number:.{digits}f}" for number in interval]
         cells.append((texts[0], "–".join(texts[1:]), interval[0]) if interval else ("-", "", ""))
     return cells

@@ -18,7 +18,7 @@ SHARES = "memory validation momentum layer_decay ema cap_threshold".split()
 SPECS = "dataset method net labelled_loss unlabelled_loss penalty weak strong".split()
 WITH_CROSS_ENTROPY = ("cross_entropy", "smoothing", "focal")  # these contain the cross-entropy
 # may change when a run is continued:
-FREE_FIELDS = "device compile engine eval_batch source memory workers on_nan keep_views".split()
+FREE_FIELDS = "device compile engine eval_batch source memory workers on_nan".split()
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,10 @@ class Config:
     chunk: int = 16  # Steps augmented at once (changes the draws, not their distribution).
     # Numbers that are not finite: stop, or go back to a checkpoint and halve the learning rate.
     on_nan: Literal["stop", "rollback"] = "stop"
-    # Also keep predictions of unlabelled images in each view, and of the weights not averaged.
-    keep_views: bool = False
     # The same bits every time on a CUDA device too (slower); a CPU always computes so.
     deterministic: bool = False
 
-    def replace(self, **changes: Any) -> "Config":
+    def replace(self, /, **changes: Any) -> "Config":
         """A copy with some fields changed; an unknown field gets the nearest suggestion."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in changes:

@@ -249,9 +249,7 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
     if config.fold:
         held, truth = parts.sets["validation"]
         arrays |= {"held_labels": truth.numpy(), "held_log_probs": predict(held).numpy()}
-    if config.keep_views and parts.momentum:
-        arrays["plain_log_probs"] = Predictor(parts, config.eval_batch, parts.net)(source).numpy()
-    unlabelled = _predict_unlabelled(folder, config, parts, predict)
+    unlabelled = _predict_unlabelled(config, parts, predict)
     if ops.rank() == 0:
         console.message("Measuring, with bootstrap intervals ...", quiet)
         _write_model(folder, config, parts)
@@ -262,9 +260,7 @@ def _finish_run(folder: Path, run: Training, quiet: bool) -> None:
     ops.wait_for_ranks()
 
 
-def _predict_unlabelled(
-    folder: Path, config: Config, parts: Parts, predict: Predictor
-) -> Predicted | None:
+def _predict_unlabelled(config: Config, parts: Parts, predict: Predictor) -> Predicted | None:
     """Predictions of unlabelled images, or of a sample; labelled ones among them are left out."""
     pool = torch.tensor(parts.split.unlabelled, dtype=torch.long)
     new = (~torch.isin(pool, torch.tensor(parts.split.labelled))).nonzero()[:, 0]
@@ -272,14 +268,7 @@ def _predict_unlabelled(
         return None
     some = runs.sample_rows(new, stream_seed(config.seed, RandomStream.FEATURES))
     source = parts.batches.sources["u"].some(some)
-    log_probs = predict(source)
-    if config.keep_views:
-        arrays = {"plain": log_probs.numpy(), "truth": parts.truth.cpu()[some].numpy()}
-        for name, view in parts.batches.views.items():
-            arrays[name] = predict(source, view=view, seed=config.seed).numpy()
-        if ops.rank() == 0:
-            files.write_npz(folder / "views.npz", **arrays)
-    return Predicted(log_probs, _image_taker(source), rows=pool[some], whole=len(new))
+    return Predicted(predict(source), _image_taker(source), rows=pool[some], whole=len(new))
 
 
 def _image_taker(source: Source) -> runs.TakeImages:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from calmatch import augment, metrics, ops
-from calmatch.core import Batch, RandomStream, Transform
+from calmatch.core import Batch, RandomStream
 from calmatch.data.batches import Source, stream_seed
 from calmatch.runs import probabilities
 from calmatch.training.config import Config
@@ -188,31 +188,21 @@ class Predictor:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        batch: int,
-        net: nn.Module | None = None,  # another than the one that counts
-        *,
-        bf16: bool = False,
-        compiled: bool = False,
+        self, parts: Parts, batch: int, *, bf16: bool = False, compiled: bool = False
     ) -> None:
-        self.net, self.method = net or parts.evaluated, parts.method
+        self.net, self.method = parts.evaluated, parts.method
         like = next(self.net.parameters())
         self.mean, self.std = (like.new_tensor(values) for values in parts.statistics)
         self.batch, self.bf16, self.compiled = batch, bf16, compiled
         self.forward = torch.compile(self._forward, dynamic=False) if compiled else self._forward
 
     @torch.inference_mode()
-    def __call__(
-        self, source: Source, *, logits: bool = False, view: Transform | None = None, seed: int = 0
-    ) -> Tensor:
-        """Log-probabilities [N, C] or the network's own logits of a view, in float32 on the CPU."""
+    def __call__(self, source: Source, *, logits: bool = False) -> Tensor:
+        """Log-probabilities [N, C] or the network's own logits, in float32 on the CPU."""
         training = self.net.training
         self.net.eval()
         outputs = []
-        for number, some in enumerate(source.batches(self.batch)):
-            if view is not None:
-                some = view(some, Generator(some.device).manual_seed(seed + number))
+        for some in source.batches(self.batch):
             missing = self.batch - len(some) if self.compiled else 0  # one shape, one graph
             full = torch.cat([some, some.new_zeros(missing, *some.shape[1:])]) if missing else some
             outputs.append(self.forward(full, logits)[: len(some)])

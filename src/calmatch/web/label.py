@@ -338,7 +338,8 @@ class Session:
             with self.answers.lock:
                 self.answers.classes.setdefault(clean_name(body.get("name")))
         elif what == "skip":
-            self.put_off[self._row(body.get("row"))] = None
+            row = self._row(body.get("row"))
+            self.put_off = {**self.put_off, row: None}  # a thread may be reading the one before
         elif what == "fit" and len(self.answers.counts()) > 1:
             if self.fit is None or self.fit.process.poll() is not None:
                 self.fit = Fit(self.root, self.answers.path)
