@@ -443,7 +443,7 @@ class Extractor(NamedTuple):
         """As the network was shown images when it was pretrained."""
         mean, std = (torch.tensor(v, device=self.device) for v in (self.mean, self.std))
         shown = augment.normalise(pixels, mean, std)
-        return shown.contiguous(memory_format=torch.channels_last)
+        return shown.contiguous(memory_format=nets.order(self.device))
 
 
 def load_extractor(net: str, size: int | None, device: torch.device) -> Extractor:
@@ -452,7 +452,7 @@ def load_extractor(net: str, size: int | None, device: torch.device) -> Extracto
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of a network that is not pretrained
         body = nets.build(net, 2, size or 224).eval().to(device)
-    body = body.to(memory_format=torch.channels_last).requires_grad_(False)
+    body = body.to(memory_format=nets.order(device)).requires_grad_(False)
     own = nets.input_of(body)
     size = size or own.size
     views = augment.Views([augment.View(size)], size)

@@ -107,7 +107,16 @@ def input_of(net: nn.Module) -> Input:
 
 def batch_size(device: torch.device) -> int:
     """How many images a network predicts together: on a CPU what fits its cache, by each thread."""
-    return 8 if device.type == "cpu" else 256
+    return 8 if device.type == "cpu" else 64
+
+
+def order(device: torch.device) -> torch.memory_format:
+    """How images lie in memory for predictions: channels last is twice as fast on a CPU.
+
+    For a GPU cuDNN looks five seconds for exact kernels of each new shape then; channels first, a
+    third of a second, and they are as fast.
+    """
+    return torch.channels_last if device.type == "cpu" else torch.contiguous_format
 
 
 @torch.no_grad()
