@@ -116,13 +116,9 @@ class Model:
                 f"not {images.dtype} {list(images.shape)}."
             )
         network, logits = self.quick, [torch.empty(0, len(self.classes))]
-        before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False  # its convolutions differ from the CPU's by 1e-3
-        try:
+        with ops.exact_convolutions():
             for some in images.split(batch or nets.batch_size(self.device)):
                 logits.append(network(some.to(self.device)).float().cpu())
-        finally:
-            torch.backends.cudnn.allow_tf32 = before
         return torch.cat(logits)
 
     def probabilities(self, images: Tensor, batch: int | None = None) -> Tensor:

@@ -290,6 +290,17 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Of float32 on a GPU: by TF32, torch's default, they differ from a CPU's by 1e-3."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 def keep_freed_memory() -> None:
     """Let a process keep large blocks that it frees: it will want them again at once.
 

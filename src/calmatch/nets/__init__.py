@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from calmatch import files, spec
+from calmatch import files, ops, spec
 from calmatch.core import Output
 
 VITS = "vit_tiny_patch2_32 vit_small_patch2_32 vit_small_patch16_96 vit_base_patch16_96".split()
@@ -292,7 +292,8 @@ def fuse(net: nn.Module, size: int, portable: bool = False) -> nn.Module:
     """
     if net.training or not any(isinstance(layer, Norm) for layer in net.modules()):
         return net
-    with torch.inference_mode(False), torch.no_grad():  # changes in place are counted
+    # changes in place are counted where there is no inference mode
+    with torch.inference_mode(False), torch.no_grad(), ops.exact_convolutions():
         noise = torch.rand(2, 1, 3, size, size, generator=torch.Generator().manual_seed(0))
         noise = (2 * noise - 1).to(next(net.parameters()))
         quick = copy.deepcopy(net).requires_grad_(False)
