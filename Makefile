@@ -3,6 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
+QUIET := --quiet --disable-pip-version-check
+# uv takes a quarter of pip's time; pip where uv finds nothing, because of an index of one's own, say
+install = $(1)/python -m pip install $(QUIET) -c constraints.txt uv 2>$(NULL) && \
+  $(1)/python -m uv pip install --quiet --python $(1)/python $(2) 2>$(NULL) || \
+  $(1)/python -m pip install $(QUIET) $(2)
+NULL := $(if $(filter Windows_NT,$(OS)),NUL,/dev/null)
 
 .PHONY: help demo tour test test-slow test-browser test-ray test-faults faults fuzz test-floor wheel audit lint format docs bench readme screenshots vendor update clean
 
@@ -10,8 +16,9 @@ help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@echo "Installing into $(VENV), half a minute to three: 6 GB, most of it torch."
+	@$(PYTHON) -m venv $(VENV)
+	@$(call install,$(BIN),-c constraints.txt -e '.[dev,docs]')
 	@touch $@
 
 demo: $(READY)  ## too sure, and mended by the margin: ten runs on hard digits, about a minute
@@ -33,7 +40,7 @@ test-browser: $(READY)  ## the report page in a real Chromium (installed by apt 
 	$(BIN)/python -m pytest -m browser
 
 test-ray: $(READY)  ## two Ray nodes on this machine, one of them killed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	@$(call install,$(BIN),-c constraints.txt -e '.[ray]')
 	$(BIN)/python -m pytest -m ray
 
 test-faults: $(READY)  ## a dozen real processes hit at random moments, a minute
@@ -49,7 +56,7 @@ fuzz: $(READY)  ## 100,000 mutated inputs into everything that reads a stranger'
 test-floor:  ## the fast tests with the lowest versions that pyproject.toml admits, in .venv-floor
 	$(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/python tools/floors.py > .venv-floor/floors.txt
-	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-floor/floors.txt -e '.[dev]'
+	@$(call install,.venv-floor/bin,-c .venv-floor/floors.txt -e '.[dev]')
 	.venv-floor/bin/python -m pytest -n 2
 
 wheel: $(READY)  ## wheel and sdist in dist/, and the wheel tried in an empty environment
@@ -90,7 +97,7 @@ vendor: $(READY)  ## renew the plotting library that report pages carry, from np
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,docs,ray]'
+	@$(call install,$(BIN),-e '.[dev,docs,ray]')
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	@touch $(READY)

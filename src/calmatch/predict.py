@@ -181,8 +181,7 @@ def predict_locally(
         names, skipped, decoded = chunk
         return [*skipped, *answer_chunk(model, names, decoded, probs)]
 
-    if model.device.type == "cpu":
-        model.quick.eval()  # made before threads ask for it; for a GPU while they read
+    model.quick.eval()  # made before threads ask for it
     chunks = source.chunks(batch or nets.batch_size(model.device))
     for rows in stored.compute_ordered(chunks, read, answer, model.device, workers):
         yield from rows
