@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 READY := $(VENV)/.ready
+DEV := -c constraints.txt -e '.[dev,docs]'
+EVERYTHING := -e '.[dev,docs,ray]'
 QUIET := --quiet --disable-pip-version-check
 # uv takes a quarter of pip's time; pip where uv finds nothing, because of an index of one's own, say
 install = $(1)/python -m pip install $(QUIET) -c constraints.txt uv 2>$(NULL) && \
@@ -18,7 +20,7 @@ help:  ## what can be made
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), half a minute to three: 6 GB, most of it torch."
 	@$(PYTHON) -m venv $(VENV)
-	@$(call install,$(BIN),-c constraints.txt -e '.[dev,docs]')
+	@$(call install,$(BIN),$(DEV))
 	@touch $@
 
 demo: $(READY)  ## too sure, and mended by the margin: ten runs on hard digits, about a minute
@@ -97,7 +99,7 @@ vendor: $(READY)  ## renew the plotting library that report pages carry, from np
 update:  ## renew constraints.txt: the newest versions that pass the tests
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	@$(call install,$(BIN),-e '.[dev,docs,ray]')
+	@$(call install,$(BIN),$(EVERYTHING))
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	@touch $(READY)
