@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 DEV := -c constraints.txt -e '.[dev,docs]'
 EVERYTHING := -e '.[dev,docs,ray]'
@@ -17,13 +18,18 @@ NULL := $(if $(filter Windows_NT,$(OS)),NUL,/dev/null)
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
-$(READY): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), half a minute to three: 6 GB, most of it torch."
 	@$(PYTHON) -m venv $(VENV)
+	@$(call install,$(BIN),-c constraints.txt -e .)
+	@touch $@
+
+$(READY): $(BASE)
+	@echo "Installing what development needs besides."
 	@$(call install,$(BIN),$(DEV))
 	@touch $@
 
-demo: $(READY)  ## too sure, and mended by the margin: ten runs on hard digits, about a minute
+demo: $(BASE)  ## too sure, and mended by the margin: ten runs on hard digits, about a minute
 	$(BIN)/calmatch demo
 
 tour: $(READY)  ## own pictures: 40 labels, fit, predict, report, export; under three minutes
@@ -102,7 +108,7 @@ update:  ## renew constraints.txt: the newest versions that pass the tests
 	@$(call install,$(BIN),$(EVERYTHING))
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
-	@touch $(READY)
+	@touch $(BASE) && touch $(READY)
 
 clean:  ## remove what was made
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
