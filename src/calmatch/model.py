@@ -29,7 +29,6 @@ LICENCE = (
 NEEDED = {"format", "net", "method", "classes", "size", "mean", "std", "versions"}
 LATER = ("calibration", "conformal", "selective", "provenance", "licence")  # than the weights
 LIMITS = {"size": 1024, "classes": 100_000, "name": 1000, "number": 10_000, "tta": 16}
-METHOD_FILES = Path(__file__).parent / "methods"  # one for each method, of its name
 OWN_PREDICTION = ("bam",)  # methods that do not predict by the network's logits alone
 
 
@@ -379,12 +378,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _predicts_itself(text: str) -> bool:
-    """Whether a method predicts in its own way; the others' code is not even imported."""
-    name = spec.parse(text).name
-    if name in {path.stem for path in METHOD_FILES.glob("[a-z]*.py")} - {*OWN_PREDICTION}:
-        return False
+    """Whether a method predicts in its own way; our own methods' code is not even imported."""
     from calmatch import methods
 
+    if (name := spec.parse(text).name) in methods.METHODS:
+        return name in OWN_PREDICTION
     return methods.find(text).predict is not Method.predict
 
 

@@ -69,12 +69,6 @@ def bin_of(confidence: Tensor, bins: int) -> Tensor:
     return torch.bucketize(confidence, edges.to(confidence.dtype))
 
 
-def bin_sums(confidence: Tensor, right: Tensor, weight: Tensor, bins: int = 15) -> Tensor:
-    """Per bin the sums of weight, weighted confidence and `right`: [3, bins]."""
-    columns = torch.stack([weight, weight * confidence, right.to(weight)])
-    return columns.new_zeros(3, bins).index_add(1, bin_of(confidence, bins), columns)
-
-
 def quantile(values: Tensor, level: Tensor) -> Tensor:
     """Linear-interpolated quantile at a level that is a tensor; torch's own looks at its value."""
     ordered = values.sort().values
@@ -193,11 +187,7 @@ def wait_for_ranks() -> None:
 
 def average(tensor: Tensor) -> Tensor:
     """Mean over ranks, without gradient."""
-    if world_size() == 1:
-        return tensor
-    result = tensor.detach().clone()
-    dist.all_reduce(result)
-    return result / world_size()
+    return tensor if world_size() == 1 else total(tensor.detach()) / world_size()
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -259,12 +249,10 @@ class SyncNorm(nn.modules.batchnorm._BatchNorm):
         var = total(centred.square().mean(axes) / world_size())
         if self.track_running_stats:  # VAT turns it off for a while
             n = world_size() * input.numel() / input.shape[1]
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            assert self.momentum is not None
+            assert self.running_mean is not None and self.running_var is not None  # noqa: PT018
             with torch.no_grad():
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(var * n / (n - 1), self.momentum)
+                self.running_mean.lerp_(mean, self.momentum or 0)
+                self.running_var.lerp_(var * n / (n - 1), self.momentum or 0)
         scale = (var + self.eps).rsqrt() * self.weight
         return (centred * scale.view(shape) + self.bias.view(shape)).to(input.dtype)
 

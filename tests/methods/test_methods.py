@@ -444,6 +444,7 @@ def test_a_short_run_has_a_short_memory(text, steps, expected):
             "simmatch(temperature=0.2, faithful='paper')",
         ),
         (["eurosat_40", "--method", "simmatch(temperature=0.3)"], "simmatch(temperature=0.3)"),
+        (["eurosat_40", "--method", "simmatch(0.95, 0.3)"], "simmatch(0.95, 0.3)"),
         (["stl10_40", "--method", "comatch(size=32)"], "comatch(contrast=5.0, size=32)"),
         (["cifar100_200", "--method", "dash"], "dash(faithful='usb')"),
         (["digits_40", "--method", "dash"], "dash"),

@@ -1,6 +1,7 @@
 """Ready-made configs by name: the paper's datasets as USB trains them, and digits for a laptop."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +58,14 @@ def _usb(dataset: str, labels: int, method: str, net: str, weak: str, warmup: in
 
 def _tied(method: str, settings: Mapping[str, Mapping[str, Any]]) -> str:
     """A method with what a dataset or schedule sets in it, unless the spec sets it itself."""
+    from calmatch import methods
+
     item = spec.parse(method)
-    own = settings.get(item.name)
-    return spec.write(item._replace(kwargs={**own, **item.kwargs})) if own else method
+    if item.name not in settings:
+        return method
+    names = list(inspect.signature(methods.find(method)).parameters)[1:]  # the task comes first
+    own = {k: v for k, v in settings[item.name].items() if k not in names[: len(item.args)]}
+    return spec.write(item._replace(kwargs={**own, **item.kwargs}))
 
 
 def _rates(config: Config, lr: float, layer_decay: float = 1.0) -> Config:
@@ -86,7 +92,7 @@ def stl10(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Conf
 def stl10_text(method: str = "fixmatch", *, labels: int = 40, **changes: Any) -> Config:
     """STL-10 as the paper's text has it: ViT-S/16 at 96 px (timm's weights), layer decay 0.95."""
     net = "timm.vit_small_patch16_224(pretrained=True, img_size=96, drop_path_rate=0.2)"
-    return stl10(method, labels=labels, **{"net": net, "layer_decay": 0.95, **changes})
+    return _rates(stl10(method, labels=labels, net=net), 1e-4, 0.95).replace(**changes)
 
 
 def cifar100_lt(method: str = "fixmatch", *, tail: str = "10,10", **changes: Any) -> Config:
