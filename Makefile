@@ -5,13 +5,13 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 BASE := $(VENV)/.base
 READY := $(VENV)/.ready
 DEV := -c constraints.txt -e '.[dev,docs]'
-EVERYTHING := -e '.[dev,docs,ray]'
-QUIET := --quiet --disable-pip-version-check
-# uv takes a quarter of pip's time; pip where uv finds nothing, because of an index of one's own, say
-install = $(1)/python -m pip install $(QUIET) -c constraints.txt uv 2>$(NULL) && \
-  $(1)/python -m uv pip install --quiet --python $(1)/python $(2) 2>$(NULL) || \
-  $(1)/python -m pip install $(QUIET) $(2)
-NULL := $(if $(filter Windows_NT,$(OS)),NUL,/dev/null)
+EVERYTHING := -e '.[dev,docs,ray]' uv
+# uv takes a quarter of pip's time; pip where it is told to use an index of one's own, or uv fails
+pip = $(1)/python -m pip install --quiet --disable-pip-version-check
+install = if ! $(1)/python -m pip config list 2>/dev/null | grep -qE '[.](index-url|no-index)=' && \
+  $(call pip,$(1)) -c constraints.txt uv 2>/dev/null && \
+  $(1)/python -m uv pip install --quiet --python $(1)/python $(2) 2>/dev/null; \
+  then true; else $(call pip,$(1)) $(2); fi
 
 .PHONY: help demo tour test test-slow test-browser test-ray test-faults faults fuzz test-floor wheel audit lint format docs bench readme screenshots vendor update clean
 

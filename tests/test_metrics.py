@@ -147,6 +147,12 @@ def test_inputs_that_are_not_probabilities_are_refused(metric, probs, labels, wo
         metrics.METRICS[metric](probs, labels)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint16", "uint32", "uint64"])
+def test_labels_of_any_whole_numbers_are_accepted(kind):
+    probs, labels = random_case(200, 10)
+    assert metrics.ece(probs, np.asarray(labels).astype(kind)) == metrics.ece(probs, labels)
+
+
 def test_half_precision_probabilities_are_accepted():
     probs, labels = random_case(200, 10)
     assert float(metrics.ece(probs.half(), labels)) == pytest.approx(

@@ -1,6 +1,7 @@
 """`calmatch demo`: a network that is surer than it is right, and the margin that mends it."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +36,8 @@ def demo(options: DemoOptions) -> None:
             jobs[row].append(Job(f"{row} {seed}", config.replace(device="cpu"), folder))
     _train([job for several in jobs.values() for job in several], len(seeds), options.quiet)
     runs = {row: [load_run(job.folder) for job in several] for row, several in jobs.items()}
-    pooled = {}  # predictions of all splits
-    for row, several in runs.items():
-        log_probs, labels = zip(*(run.predictions() for run in several), strict=True)
-        pooled[row] = (torch.cat(log_probs), torch.cat(labels))
+    parts = {row: zip(*(r.predictions() for r in some), strict=True) for row, some in runs.items()}
+    pooled: dict[str, Any] = {row: tuple(map(torch.cat, part)) for row, part in parts.items()}
     figure = save_figure(reliability_figure(pooled), options.out / "reliability.png")
     page = build([several[0] for several in runs.values()], options.out / "report.html")
     *lines, last = describe(runs)

@@ -115,7 +115,7 @@ class Model:
                 f"not {images.dtype} {list(images.shape)}."
             )
         network, logits = self.quick, [torch.empty(0, len(self.classes))]
-        with ops.exact_convolutions():
+        with ops.exact_convolutions(self.device):
             for some in images.split(batch or nets.batch_size(self.device)):
                 logits.append(network(some.to(self.device)).float().cpu())
         return torch.cat(logits)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
 ALIGN_FLOOR = 1e-6
+_EXACT = threading.RLock()  # of a setting that torch has for all threads together
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -29,10 +31,11 @@ def check_ids(labels: Tensor, classes: int) -> Tensor:
     """Labels as class ids, 64 bits each; a ValueError where they are something else."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels must be integer class ids, not {labels.dtype}.")
+    labels = labels.long()  # torch has no smallest one of unsigned ones
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(f"labels must lie in 0..{classes - 1}; found {low}..{high}.")
-    return labels.long()
+    return labels
 
 
 def ids(target: Tensor) -> Tensor:
@@ -205,10 +208,7 @@ def total(tensor: Tensor) -> Tensor:
     Backward sums over ranks too, so after DDP has averaged, a loss that every rank computes from
     a total has the gradient it would have on one device.
     """
-    if world_size() == 1:
-        return tensor
-    result: Tensor = _Total.apply(tensor)
-    return result
+    return tensor if world_size() == 1 else _Total.apply(tensor)
 
 
 class _Total(torch.autograd.Function):
@@ -257,13 +257,6 @@ class SyncNorm(nn.modules.batchnorm._BatchNorm):
         return (centred * scale.view(shape) + self.bias.view(shape)).to(input.dtype)
 
 
-def synchronise_norms(net: nn.Module) -> None:
-    """Turn BatchNorm into its synchronised form when there is more than one rank."""
-    for module in net.modules() if world_size() > 1 else ():
-        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d):
-            module.__class__ = SyncNorm
-
-
 def pick_device(name: str) -> torch.device:
     """The device a config names; `auto` is the first of cuda, mps and cpu that is there."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -279,14 +272,18 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextmanager
-def exact_convolutions() -> Iterator[None]:
+def exact_convolutions(device: torch.device) -> Iterator[None]:
     """Of float32 on a GPU: by TF32, torch's default, they differ from a CPU's by 1e-3."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
+    if device.type != "cuda":
         yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
+        return
+    with _EXACT:
+        before = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = before
 
 
 def keep_freed_memory() -> None:

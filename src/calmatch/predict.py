@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ def predict(
         raise ValueError("--batch and --workers must be at least 0.")
     source, out = ImageSource(Path(images)), Path(out)
     total = sum(1 for _ in source.names())
+    if format == "fiftyone":  # it leaves endings out
+        names = Counter(str(name).rpartition(".")[0] for name in source.names())
+        if twins := [name for name, number in names.items() if number > 1]:
+            raise ValueError(f"Two pictures are called {twins[0]}; FiftyOne sees one.")
     if total == 0:
         raise ValueError(f"There are no pictures in {source.path} ({', '.join(stored.SUFFIXES)}).")
     if probs and (format is not None or engine == "ray"):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -343,6 +344,11 @@ def write_examples(
     files.write_npz(folder / EXAMPLES_FILE, **arrays)
 
 
+def command_line(*words: str) -> str:
+    """Words as one types them in this system's shell."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
 def label_command(run: Run) -> str:
     """The command that asks for the labels a fit would learn most from; "" without a CSV."""
     settings = spec.parse(run.config.dataset).kwargs
@@ -352,7 +358,7 @@ def label_command(run: Run) -> str:
         for path in (root, table, str(run.folder))
     ]
     words = ["calmatch", "label", places[0], "--labels", places[1], "--first", places[2]]
-    return shlex.join(words) if root and table.endswith(".csv") else ""
+    return command_line(*words) if root and table.endswith(".csv") else ""
 
 
 def describe_guessing(error: float, labels: Sequence[int], classes: Sequence[str]) -> list[str]:

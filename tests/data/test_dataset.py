@@ -255,7 +255,7 @@ def test_bombs_and_rubbish_are_refused_by_name(tmp_path, monkeypatch):
             ImageFiles(tmp_path, (name,), 8).image(0)
 
 
-def test_the_cache_is_filled_once_and_keyed_by_content(tmp_path, monkeypatch):
+def test_the_cache_is_filled_once_and_again_for_a_file_that_changed(tmp_path, monkeypatch):
     write_eurosat(tmp_path / "data")
     first = build("eurosat").images
     monkeypatch.setattr(images, "decode", None)  # decoding again would fail

@@ -10,7 +10,7 @@ from test_methods import _compare_compiled
 from calmatch import losses
 from calmatch.core import Term
 from calmatch.runs import find_finished
-from calmatch.training.config import check_config
+from calmatch.training.config import Config, check_config
 from calmatch.training.setup import build_parts
 
 
@@ -92,6 +92,11 @@ def test_mixup_mixes_pictures_and_targets_by_the_same_share(tiny, hard):
 def test_mixup_and_gate_compile_into_one_graph(tiny, method):
     settings = {"precision": "fp64", "penalty": "margin(m=1, gate=True)"}
     _compare_compiled(tiny(f"{method}(mixup=0.5, hard=False)", **settings), "eager", 1e-12)
+
+
+def test_a_field_that_older_runs_have_is_left_out(tiny):
+    config = tiny("fixmatch")
+    assert Config().replace(**config.dump(), keep_views=True) == config
 
 
 def test_a_run_made_before_a_field_existed_is_still_the_same_run(tiny, tmp_path):

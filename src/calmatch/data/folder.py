@@ -70,7 +70,7 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
         rows = read_labels(csv, names)
         known = match_labels(rows, names, csv)
         twice = len(rows) - len(known)
-        notes = [f"{csv} names {twice} pictures more than once, alike."] if twice else []
+        notes = [f"{csv.name} names {twice} pictures more than once, alike."] if twice else []
     classes = _order_classes(known.values())
     for name in classes:
         if not 0 < len(name) <= LONGEST_NAME or name.encode(errors="ignore").decode() != name:
@@ -119,7 +119,7 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
             f"folder for each class, or name their classes with --labels labels.csv."
         )
     loose = len(names) - len(nested)
-    note = f"{loose} pictures lie in {root} itself: they count as unlabelled."
+    note = f"{loose} pictures lie in {root.name} itself: they count as unlabelled."
     return known, [note] if loose else []
 
 

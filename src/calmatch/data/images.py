@@ -371,7 +371,6 @@ def compute_ordered(
     before, alone = torch.get_num_threads(), device.type == "cpu"
     number = workers or (min(before, 8) if alone else ops.count_cores())
     share = max(1, before // number)  # of a CPU; OMP_NUM_THREADS is obeyed
-    turn = sys.getswitchinterval()
 
     def work(item: X) -> Any:
         return compute(read(item)) if alone else read(item)
@@ -386,12 +385,11 @@ def compute_ordered(
             while ahead:
                 yield ahead.popleft().result()
         finally:  # also where the one who asks has had enough
-            sys.setswitchinterval(turn)
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(before)  # of threads that start from now on
 
     if not alone:
-        sys.setswitchinterval(2e-4)  # or they wait 5 ms each time for the one that starts kernels
+        sys.setswitchinterval(2e-4)  # for good: or they and who starts kernels wait 5 ms a turn
     pool = ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(share,))
     yield from results() if alone else map(compute, results())
 

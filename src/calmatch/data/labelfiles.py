@@ -180,10 +180,7 @@ def _write_fiftyone(path: Path, root: Path, version: str) -> Iterator[WriteRow]:
     def write(row: Any) -> None:
         extra = {"set": list(row.set), "sure": row.sure, "model_version": version}
         entry = {"label": row.label, "confidence": row.confidence, "attributes": extra}
-        name = row.file.rpartition(".")[0]
-        if name in labels:
-            raise ValueError(f"Two pictures are called {name}, which FiftyOne cannot tell apart.")
-        labels[name] = entry
+        labels[row.file.rpartition(".")[0]] = entry
 
     yield write
     path.write_text(json.dumps({"labels": labels}, indent=0), "utf-8")

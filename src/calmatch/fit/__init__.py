@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import shlex
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -326,7 +325,7 @@ def _command(options: FitOptions, settled: Mapping[str, Any]) -> str:
             continue
         name = "from" if item.name == "start" else item.name.replace("_", "-")
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join([*words, "--out", "NEW_FOLDER"])
+    return runs.command_line(*words, "--out", "NEW_FOLDER")
 
 
 def _predict_unlabelled(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Predicted | None:

@@ -1,11 +1,10 @@
 """What `fit` says to a person: what it was given and tried, how good it is, what to do next."""
 
-import shlex
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from calmatch import console
+from calmatch import console, runs
 from calmatch.data.folder import ImageFolder
 from calmatch.fit.crossval import Calibration, HeldOut
 from calmatch.fit.portfolio import Candidate
@@ -87,7 +86,7 @@ def describe_result(
         names = [asked.files[k] for k in best] if asked.files is not None else []
         lines += ["", "These labels would teach it most:", *(f"  {name}" for name in names)]
         lines += [f"  {command}   asks for them" for command in [label_command(run)] if command]
-    folder = shlex.quote(str(run.folder))
+    folder = runs.command_line(str(run.folder))
     lines += [
         "",
         "Next:",

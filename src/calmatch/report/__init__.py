@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from calmatch.console import say_why
 from calmatch.model import read_calibration
 from calmatch.report import summary, text
 from calmatch.report.summary import Predictions
-from calmatch.runs import Examples, Run, describe_guessing
+from calmatch.runs import Examples, Run, command_line, describe_guessing
 
 HERE = Path(__file__).parent
 MANY = 50  # runs on a page beyond which their curves get fewer points and no bands
@@ -251,10 +250,8 @@ def describe_run(run: Run, page: Path) -> dict[str, Any]:
     """How a run was made and how to make it again."""
     home, folder = page.parent.resolve(), run.folder.resolve()
     config = Path("config.json") if home == folder else Path(run.folder.name) / "config.json"
-    repeat = [
-        f"calmatch train {shlex.quote(str(config))} --out NEW_FOLDER",
-        "calmatch report NEW_FOLDER",
-    ]
+    train = command_line("calmatch", "train", str(config), "--out", "NEW_FOLDER")
+    repeat = [train, "calmatch report NEW_FOLDER"]
     linked = folder.parent == home and (run.folder / "report.html").is_file()
     point = _calibration(run).get("selective")
     return {

@@ -83,7 +83,7 @@ LEGEND = (
 def table_cells(run: Run) -> list[tuple[str, str, float | str]]:
     """A value and its interval as text, and what it is sorted by; a dash where there is none."""
     cells: list[tuple[str, str, float | str]] = []
-    few = run.result.evaluated_on != "test" and run.result.images["test"] < FEW
+    few = run.result.evaluated_on != "test" and run.result.images.get("test", 0) < FEW
     for key, (_, scale, digits) in COLUMNS.items():
         interval = run.result.metrics.get(key, ()) if not (few and "ece" in key) else ()
         texts = [f"{scale * number:.{digits}f}" for number in interval]

@@ -106,7 +106,9 @@ def assemble(config: Config, material: Material, make_body: Callable[[], nn.Modu
         method = methods.build(config.method, task)
         net = nets.Net(body, method.heads(), bf16=config.precision == "bf16")
     method.image_shape = material.image
-    ops.synchronise_norms(net)
+    for module in net.modules() if ops.world_size() > 1 else ():
+        if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d):
+            module.__class__ = ops.SyncNorm
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     net, method = net.to(device, dtype), method.to(device, dtype)
     if device.type == "cuda" and sum(isinstance(m, nn.Conv2d) for m in net.modules()) > 1:

@@ -200,6 +200,7 @@ async function list(start = 0) {
       try {
         state = await ask("do/answer", { changes: [{ row: item.row, before: item.answer, after }] });
       } catch (error) {
+        choice.value = JSON.stringify(item.answer);
         await list(); // another page may have answered it
         throw error;
       }
@@ -388,7 +389,7 @@ document.addEventListener("keydown", (event) => {
     const each = state.classes[(Number(key) + 9) % 10];
     if (each) once(() => answer(["label", each.name]));
     else say(`No class has the number ${key}.`);
-  } else if (view === "list" && !"?lomgu".includes(key)) return; // what they act on is not shown
+  } else if (view === "list" && !["/", "Enter", ..."?lomgu"].includes(key)) return; // what they act on is not shown
   else if (key === "/" || (key === "Enter" && !event.target.closest("button, a, summary"))) $("new").focus();
   else if (key === "?") $("help").showModal();
   else if (KEYS[key]) once(KEYS[key]);
