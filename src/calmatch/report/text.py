@@ -37,10 +37,8 @@ def short_verdict(measured: Mapping[str, Any]) -> str:
 def compare_runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Which run is best at what, and how far that can be believed."""
     sentences = []
-    few = any(run["few"] for run in runs)
-    for key, what in (("error", "lowest error"), ("ece", "lowest calibration error (ECE)")):
-        if few and key == "ece":
-            continue
+    named = (("error", "lowest error"), ("ece", "lowest calibration error (ECE)"))
+    for key, what in named[: 1 if any(run["few"] for run in runs) else 2]:
         best = min(runs, key=lambda run: run[key]["value"])
         rivals = [run for run in runs if run is not best and run[key]["low"] <= best[key]["high"]]
         others = f"{len(rivals)} other intervals overlap" if rivals[1:] else "another one overlaps"
