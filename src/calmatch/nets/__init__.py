@@ -289,7 +289,6 @@ def fuse(net: nn.Module, size: int, portable: bool = False) -> nn.Module:
     if net.training or not any(isinstance(layer, Norm) for layer in net.modules()):
         return net
     like, seeded = next(net.parameters()), torch.Generator().manual_seed(0)
-    # changes in place are counted where there is no inference mode
     with torch.inference_mode(False), torch.no_grad(), ops.exact_convolutions(like.device):
         noise = (2 * torch.rand(2, 1, 3, size, size, generator=seeded) - 1).to(like)
         quick = copy.deepcopy(net).requires_grad_(False)

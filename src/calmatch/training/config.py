@@ -88,9 +88,8 @@ class Config:
         """A copy with some fields changed; an unknown field gets the nearest suggestion."""
         known = [field.name for field in dataclasses.fields(self)]
         changes.pop("keep_views", None)  # which runs before 2026-11-19 have
-        for name in changes:
-            if name not in known:
-                raise ValueError(f"Config has no field {name!r}.{spec.nearest(name, known)}")
+        for name in (name for name in changes if name not in known):
+            raise ValueError(f"Config has no field {name!r}.{spec.nearest(name, known)}")
         return dataclasses.replace(self, **changes)
 
     @property
