@@ -226,8 +226,8 @@ class Refinement:
     def _network(self, weights: Any) -> nn.Module:
         classes = self.teachers.classes
         _, network = portfolio.join_head(self.extractor, self.embedding, weights, True, classes)
-        device = self.extractor.device
-        return network.to(device).to(memory_format=nets.order(device)).eval()
+        place: Any = {"device": self.extractor.device, "memory_format": torch.channels_last}
+        return network.to(**place).eval()
 
     def _train(self, network: Any, weights: Any, known: Any, steps: int, bar: Any) -> State:
         """AdamW on labels and on the student's predictions; averaged weights are left in it."""
