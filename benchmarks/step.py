@@ -57,6 +57,17 @@ def wrn(**changes: Any) -> Config:
     return config.replace(precision="bf16", penalty=MARGIN, **changes)
 
 
+def lite0(**changes: Any) -> Config:
+    """A whole network as `fit` trains it: 32 labelled, 64 weak and 64 strong pictures of 160 px."""
+    weak = "flip|crop(20)"
+    config = vit_s().replace(
+        weak=weak, strong=f"{weak}|randaugment(3)|cutout(0.5)", layer_decay=1.0
+    )
+    config = config.replace(dataset="synthetic(classes=10, per_class=100, size=160)", chunk=16)
+    config = config.replace(net="efficientnet_lite0(pretrained=False)", batch=32, ratio=2)
+    return config.replace(**changes)
+
+
 def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -219,7 +230,7 @@ def on_cuda(options: argparse.Namespace, say: Callable[..., None]) -> None:
             say(f"{name}, step", ms, {"plain": slow, "ratio": slow / ms, "first": first})
 
 
-NETWORKS = {"vit_s": vit_s, "vit_b": vit_b, "wrn": wrn}
+NETWORKS = {"vit_s": vit_s, "vit_b": vit_b, "wrn": wrn, "lite0": lite0}
 METHODS = ["fixmatch", "flexmatch", "freematch", "softmatch", "simmatch"]
 PARTS = ["cpu", "end", "methods", "together", *NETWORKS]
 
