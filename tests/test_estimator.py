@@ -115,6 +115,8 @@ def test_a_second_fit_knows_nothing_of_the_first(blobs):
 def test_pictures_come_in_many_forms(shape, kind):
     x = np.zeros(shape, kind)
     x[0] = 255 if kind is np.uint8 else 1.0
+    with pytest.raises(ValueError, match="bytes, or numbers in"):
+        as_bytes(np.full((2, 4, 4), 1.00001))  # neither bytes nor shares
     pixels = as_bytes(x)
     assert pixels.shape == (4, 9, 7, 3)
     assert (pixels[0] == 255).all()

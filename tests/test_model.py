@@ -329,6 +329,7 @@ def test_a_model_answers_for_a_path_an_image_an_array_or_a_list(tmp_path):
             assert model.predict(image) == model.predict(path)
     assert answer.label in model.classes
     assert model.predict([]) == []
+    assert pickle.loads(pickle.dumps(model)).predict(pixels) == answer  # after it has predicted
     for wrong in (3, pixels.astype(float), np.zeros((8, 8, 5), np.uint8)):
         with pytest.raises(ValueError, match=r"array|path"):
             model.predict(wrong)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
-import re
 import subprocess
 import sys
+import unicodedata
 import zipfile
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from calmatch import cli, posthoc
+from calmatch import cli, metrics, posthoc
 from calmatch.data.images import decode
 from calmatch.model import load_model, save_calibration
 from calmatch.predict import (
@@ -30,6 +30,7 @@ from calmatch.predict import (
     predict_locally,
     predict_on_ray,
     skipped_path,
+    split_names,
 )
 from conftest import ALONE, ON_WINDOWS, write_random_model
 
@@ -43,12 +44,6 @@ def draw(path: Path, seed: int, size: int = 12) -> None:
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def split_names(cell: str) -> tuple[str, ...]:
-    """The names of a set from its cell: the inverse of `join_names`."""
-    names = re.findall(r"(?:[^\\|]|\\.)+", cell, re.DOTALL)
-    return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -356,6 +351,23 @@ def test_a_table_that_predict_did_not_write_is_a_sentence(tmp_path, row):
     (tmp_path / "l.csv").write_text("file,label\na.png,cat\n")
     with pytest.raises(ValueError, match=r"not a table that|no probability of"):
         check_table(tmp_path / "t.csv", tmp_path / "l.csv")
+
+
+def test_a_table_of_few_classes_says_what_its_labels_say(tmp_path):
+    """Of forty classes two occur, and a tenth is the most that is said of one."""
+    (tmp_path / "t.csv").write_text("file,label,confidence\na,c1,0.1\nb,c2,0.12\n")
+    (tmp_path / "l.csv").write_text("file,label\na,c1\nb,c2\n")
+    checked = check_table(tmp_path / "t.csv", tmp_path / "l.csv")
+    assert float(metrics.error(checked.probs, checked.labels)) == 0
+    assert np.allclose(checked.probs.max(1), [0.1, 0.12])
+
+
+def test_names_are_found_however_their_accents_are_written(tmp_path):
+    """NFD, as a Mac writes them, in a table or a folder; NFC in the labels."""
+    accent = unicodedata.normalize("NFD", "ü.png")
+    (tmp_path / "t.csv").write_text(f"file,label,confidence\n{accent},a,0.9\nb.png,b,0.8\n")
+    (tmp_path / "l.csv").write_text("file,label\nü.png,a\n./b.png,b\n")
+    assert len(check_table(tmp_path / "t.csv", tmp_path / "l.csv").labels) == 2
 
 
 def test_a_table_of_one_class_alone_is_evaluated_too(tmp_path):

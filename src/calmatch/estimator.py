@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_array, check_random_state
+from sklearn.utils import check_array, check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
@@ -77,7 +77,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         X = X if hasattr(X, "shape") else np.asarray(X)  # noqa: N806
         if pictures := len(X.shape) > 2:
             X = check_array(X, allow_nd=True, ensure_2d=False, dtype=None)  # noqa: N806
-            y = check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=False)
+            y = column_or_1d(check_array(y, ensure_2d=False, dtype=None, ensure_all_finite=False))
             if len(X) != len(y):
                 raise ValueError(f"X has {len(X)} rows and y {len(y)}.")
             self.shape_ = X.shape[1:]
@@ -226,7 +226,7 @@ def as_bytes(x: Array) -> NDArray[np.uint8]:
         x = x.transpose(0, 2, 3, 1)
     if x.dtype != np.uint8:
         low, high = float(x.min()), float(x.max())
-        if low < 0 or high > 255:
+        if low < 0 or high > 255 or (high > 1 and (x % 1).any()):
             raise ValueError(f"Pictures hold bytes, or numbers in [0, 1]; these {low} to {high}.")
         x = (x * (255 if high <= 1 else 1)).round().astype(np.uint8)
     return np.ascontiguousarray(x)

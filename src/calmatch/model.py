@@ -87,6 +87,9 @@ class Model:
         self.__dict__.pop("quick", None)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "quick"}
+
     @property
     def device(self) -> torch.device:
         """Where it computes."""

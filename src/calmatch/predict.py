@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import socket
+import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -352,6 +353,8 @@ def check_images(
     if flattering := [name for name in truth if place / name in learned]:
         console.warn(f"Left out are {len(flattering)} pictures that the model learned from.")
         truth = {name: truth[name] for name in truth.keys() - set(flattering)}
+    elif twins := {path.name for path in learned} & {Path(name).name for name in truth}:
+        console.warn(f"{len(twins)} are called as what the model learned from: leave out copies.")
     if not truth:
         raise ValueError("The model learned from all of these; evaluate it by other pictures.")
     source = ImageSource(images, frozenset(truth))
@@ -396,7 +399,9 @@ def check_table(path: Path, labels: Path) -> Checked:
     truth = _read_truth(labels, [file for file, *_ in answers])
     names = {*truth.values(), *(label for _, label, *_ in answers)}
     classes = [name[2:-1] for name in columns] or sorted(names)
-    classes += [""] * (len(classes) == 1)  # one class alone: the rest of its confidence is another
+    if not columns:  # nameless ones, until no share of the rest exceeds the least confidence
+        least = min(own for _, _, own, _ in answers)
+        classes += [""] * min(1000, int(1 / least) + 2 - len(classes))
     if strange := sorted(names - set(classes)):
         raise ValueError(f"{path} has no probability of {strange[0]!r}.")
     return _check([row for row in answers if row[0] in truth], truth, classes)
@@ -406,8 +411,10 @@ def _read_truth(path: Path, names: Sequence[str]) -> dict[str, str]:
     """Labels of these files; those of others do not matter, unless there is nothing else."""
     from calmatch.data.folder import match_labels, read_labels
 
-    rows, here = read_labels(path, names), set(names)
-    truth = match_labels([row for row in rows if row.file in here] or rows, names, path)
+    here = {unicodedata.normalize("NFC", name) for name in names}
+    rows = read_labels(path, names)
+    own = [r for r in rows if {r.file, r.file.replace("\\", "/").removeprefix("./")} & here]
+    truth = match_labels(own or rows, names, path)
     if not truth:
         raise ValueError(f"{path} has no label of these pictures.")
     return truth
@@ -432,6 +439,12 @@ def join_names(names: Sequence[str]) -> str:
     cat|a\\|b
     """
     return "|".join(re.sub(r"([\\|])", r"\\\1", name) for name in names)
+
+
+def split_names(cell: str) -> tuple[str, ...]:
+    """The names of a set from its cell: the inverse of `join_names`."""
+    names = re.findall(r"(?:[^\\|]|\\.)+", cell, re.DOTALL)
+    return tuple(re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names)
 
 
 def predict_on_ray(

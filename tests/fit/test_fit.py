@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import calmatch.fit as fits
 from calmatch import console, nets
 from calmatch.cli import main
+from calmatch.data.folder import read_folder
 from calmatch.data.images import ImageFiles
 from calmatch.fit import crossval, features, portfolio, whole
 from calmatch.model import load_model, write_model
@@ -107,6 +109,39 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, mo
     said = capsys.readouterr().err
     assert sentence in said
     assert "Traceback" not in said
+
+
+def test_what_a_refusal_asks_for_can_be_done_in_the_same_folder(tmp_path, capsys):
+    root = blobs(tmp_path / "pics", each=1, spare=30)
+    words = ["fit", str(root), "--out", str(tmp_path / "run"), "--net", "tiny", "--size", "16"]
+    words.append("--frozen")
+    assert main(words) == 2
+    assert "Label at least two" in capsys.readouterr().err
+    blobs(root, spare=0)
+    assert main(words) == 0
+    capsys.readouterr()
+    (root / "kind 0" / "0-0.png").rename(root / "kind 1" / "0-0.png")
+    assert main(words) == 2
+    assert "labels have changed" in capsys.readouterr().err
+
+
+def test_a_class_of_one_label_gets_no_promise(tmp_path, capsys):
+    root = blobs(tmp_path / "pics", spare=90)
+    whole = fit_into(options(root, frozen=True), tmp_path / "whole")
+    assert load_model(whole.folder).selective.threshold is not None
+    for path in sorted((root / "kind 2").iterdir())[1:]:
+        path.rename(root / "unlabelled" / f"more-{path.name}")
+    words = ["fit", str(root), "--out", str(tmp_path / "run"), "--net", "tiny", "--size", "16"]
+    assert main([*words, "--frozen"]) == 0
+    assert load_model(tmp_path / "run").selective.threshold is None
+    assert "says nothing of kind 2" in capsys.readouterr().out
+
+
+def test_class_folders_are_called_alike_however_accents_are_written(tmp_path):
+    root = blobs(tmp_path / "pics")
+    for k, form in enumerate(("NFC", "NFD")):
+        (root / f"kind {k}").rename(root / unicodedata.normalize(form, "Kröte"))
+    assert read_folder(root).classes == ("Kröte", "kind 2")
 
 
 def test_a_method_asked_for_learns_the_last_layer(pics, tmp_path):

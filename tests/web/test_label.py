@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,6 +303,9 @@ def test_class_folders_begin_a_new_file_where_unlabelled_says_what_they_are(tmp_
     path = tmp_path / "labels.csv"
     names = ["a/1.jpg", "b/x/2.jpg", "loose.jpg", "unlabelled/3.jpg"]
     begin = label._by_class_folder(names)
+    accent = unicodedata.normalize("NFD", "Kröte")
+    again = label._by_class_folder([f"{accent}/1.jpg", "unlabelled/2.jpg"])
+    assert again == {f"{accent}/1.jpg": "Kröte"}  # as the page says it back
     assert begin == {"a/1.jpg": "a", "b/x/2.jpg": "b"}
     assert label._by_class_folder(["2024/1.jpg", "2025/2.jpg"]) == {}  # any tree of photographs
     answers = label.Answers(path, names, begin)

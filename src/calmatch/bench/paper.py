@@ -101,14 +101,6 @@ class Published(NamedTuple):
     doubt: str = ""
 
 
-PUBLISHED_NOTES = (
-    "ECE deviations of Table 2 are population ones (ddof 0) for FreeMatch, those of the radar and "
-    "subset tables sample ones (ddof 1): ratios of 0.816 = sqrt(2/3).",
-    "The published runs were chosen by their error on the test set: compare them with our "
-    "test-selected numbers; the first line of ours is by the protocol of the run.",
-)
-
-
 def find_published(
     row: str, column: str, metric: str, suite: str = ""
 ) -> tuple[str, Published] | None:

@@ -254,21 +254,8 @@ def build_tables(table: RunTable, *, suite: str = "", compare: bool = False) -> 
     return built
 
 
-SPREAD = "mean ± sample standard deviation (ddof 1) over seeds"
-ARROWS = "↓ better, ↑ worse than the same method without it. Best bold, second underlined."
-SCALING = (
-    "T by test halves: temperature scaling, each half of the test set by the temperature that the "
-    "other half's labels chose."
-)
-ORACLE = "Oracle: the temperature the same labels chose, a bound for NLL and no result."
-PROTOCOLS = (
-    "Held-out: the last step, or the one chosen on validation pictures where the run says so. "
-    "Test-selected: the step is chosen by the error it reports on the TEST set, as the paper does."
-)
-PAIRED = (
-    "Below zero is better. 95 % percentile bootstrap over pairs; p: Wilcoxon's signed-rank "
-    "test, two-sided. Three pairs give no p under 0.25, and about their range as the interval."
-)
+NOTES = json.loads(Path(__file__).with_name("notes.json").read_text("utf-8"))
+SPREAD, ARROWS, SCALING, ORACLE, PROTOCOLS, PAIRED, PUBLISHED = NOTES.values()
 
 
 def grid_table(table: RunTable, metric: str) -> Table:
@@ -492,7 +479,7 @@ def published_tables(table: RunTable, suite: str) -> list[Table]:
                 rows.append([Entry("    test-selected"), *map(_mean_entry, best)])
             rows.append([Entry("    published"), *theirs])
         if rows:
-            notes = [*paper.PUBLISHED_NOTES, *(f"[{k}] {d}." for k, d in enumerate(doubts, 1))]
+            notes = [*PUBLISHED, *(f"[{k}] {d}." for k, d in enumerate(doubts, 1))]
             title = f"{quantity.head} ({quantity.unit}), ours above the published, {SPREAD}"
             built.append(Table(title, ["row", *table.columns], rows, notes))
     return built or [Table("Published numbers", ["row"], [], ["None of these cells is published."])]

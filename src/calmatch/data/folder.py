@@ -107,7 +107,8 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
     """The first folder of a name is its class."""
     nested = {name: name.partition("/")[0] for name in names if "/" in name}
     filled = {first for first in nested.values() if first.lower() not in UNLABELLED}
-    known = {k: stored.valid_text(first) for k, first in nested.items() if first in filled}
+    plain = {first: unicodedata.normalize("NFC", stored.valid_text(first)) for first in filled}
+    known = {name: plain[first] for name, first in nested.items() if first in filled}
     for folder in sorted(root.iterdir()):
         name = folder.name
         other = name.startswith((".", "__MACOSX")) or name.lower() in UNLABELLED
@@ -331,9 +332,9 @@ def read_labels(path: Path, names: Iterable[str] = ()) -> list[LabelRow]:
 
 
 def _decode_text(raw: bytes, path: Path) -> str:
-    """UTF-8 or UTF-16 where they say so, else UTF-8, else Latin-1."""
+    """UTF-8 or UTF-16 where they say so, else UTF-8, else what Windows writes, else Latin-1."""
     marked = raw.startswith((b"\xff\xfe", b"\xfe\xff"))
-    for kind in ("utf-16",) if marked else ("utf-8-sig", "latin-1"):
+    for kind in ("utf-16",) if marked else ("utf-8-sig", "cp1252", "latin-1"):
         try:
             text = raw.decode(kind)
         except UnicodeDecodeError:

@@ -35,10 +35,6 @@ def fit(options: FitOptions, began: float | None = None) -> runs.Run:
     if folder.resolve().is_relative_to(options.pictures.resolve()):
         raise ValueError(f"{folder} lies among the pictures; choose another --out.")
     before = _read_earlier(folder, options)
-    done = folder / "result.json"  # the trainer's own is only a part of a fit
-    if before and done.exists() and runs.read_result(done).evaluated_on != "test":
-        console.message(f"{folder} is finished already.", options.quiet)
-        return runs.load_run(folder)
     with files.lock(folder / "work"):  # the trainer locks the folder itself
         return _fit(options, folder, before, began)
 
@@ -71,6 +67,10 @@ def _fit(options: FitOptions, folder: Path, before: Mapping[str, Any], began: fl
         raise ValueError(
             f"The pictures or labels have changed since {folder} was begun; choose another --out."
         )
+    done = folder / "result.json"  # the trainer's own is only a part of a fit
+    if before and done.exists() and runs.read_result(done).evaluated_on != "test":
+        console.message(f"{folder} is finished already.", options.quiet)
+        return runs.load_run(folder)
     frozen, notes = options.freeze, list[str]()
     if options.start is not None:
         asked, ready = start_from(options, listed, folder)
@@ -146,6 +146,9 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
             conformal=posthoc.semi_conformal(probs, held.labels, shown),
             selective=posthoc.few_label_promise(best.fitted, logits[free]),
         )
+    if np.bincount(y, minlength=classes).min() < 2:  # a class that nothing evaluates
+        point = calibration.selective._replace(threshold=None)
+        calibration = calibration._replace(selective=point)
     scores = {one.name: float(one.losses.mean()) for one in candidates}
     note = "Each evaluated label was predicted by models that had not seen it."
     if best.signs:
@@ -162,6 +165,7 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
     """The plan's views; images and folder without broken files; features; what to say of it."""
     options, listed, settled, quiet = job.options, job.listed, job.earlier, job.options.quiet
     if settled is None:
+        crossval.count_folds(listed.known, 0)  # before anything is kept
         names = listed.names[:: max(1, len(listed.names) // 100)]
         some = plan.decode_some(listed.root, names, 32)
         grey = bool(some) and plan.is_grey(torch.from_numpy(np.stack(some)))

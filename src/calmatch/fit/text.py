@@ -71,12 +71,14 @@ def describe_result(
     """The result in plain words, and the next commands."""
     error = calibration.after["error"]
     number = run.result.images["test"]
+    few = [name for k, name in enumerate(own.classes) if own.labels.count(k) == 1][:SHOWN]
     lines = [
         "",
         *describe_guessing(error.value, own.known, own.classes),
         f"Of 100 new pictures about {100 * error.value:.0f} will be classified wrongly "
         f"(95 % interval {100 * error.low:.0f} to {100 * error.high:.0f}; evaluated on {number} "
         f"labels that the evaluated models had not seen).",
+        *([f"That says nothing of {', '.join(few)}: one label is not enough."] if few else []),
         describe_calibration(calibration, held.log_probs, held.labels),
         calibration.selective.describe(),
         *describe_skipped(own),

@@ -55,7 +55,7 @@ def build(shown: Sequence[Run], path: Path) -> Path:
         view["differences"] = [each for each in settings if len(set(each[1])) > 1]
         view["sentences"] = text.compare_runs(data["runs"])
     view["over"] = " · ".join(dict.fromkeys(describe_data(run) for run in shown))
-    files.write(path, _render(data, view))
+    files.write(path, _render(data, view).encode("utf-8", "backslashreplace"))
     return path
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,12 +71,7 @@ COLUMNS = {  # the heading of each quantity, its factor and decimals
     "agree": ("agree\n%", 100.0, 1),
     "gap": ("logit\ngap", 1.0, 1),
 }
-LEGEND = (
-    "Below each value its 95 % interval (bootstrap over what was evaluated; one seed). ECE: 15 "
-    "bins of the top class; adapt.: bins of equal mass; class: every class's probability. Agree: "
-    "share of accepted unlabelled pictures whose weak and strong views agree, last log interval. "
-    "Logit gap: largest distance of two logits, mean over evaluated pictures."
-)
+LEGEND = Path(__file__).with_name("legend.txt").read_text("utf-8").strip()
 
 
 def table_cells(run: Run) -> list[tuple[str, str, float | str]]:

@@ -26,6 +26,7 @@ from calmatch.fit import ask, portfolio
 from calmatch.fit.features import compute_blocks
 from calmatch.fit.plan import ONE, SEVERAL, choose_network
 from calmatch.options import FitOptions, LabelOptions
+from calmatch.predict import csv_writer
 from calmatch.runs import load_examples
 from calmatch.web import build_app, listen, need_server, page_routes, run
 
@@ -87,7 +88,8 @@ def _by_class_folder(names: Sequence[str]) -> dict[str, str]:
     classes = {text for text in first.values() if text.lower() not in folder.UNLABELLED}
     if len(classes) == len(set(first.values())):
         return {}
-    return {name: text.strip() for name, text in first.items() if text in classes}
+    plain = {text: unicodedata.normalize("NFC", text).strip() for text in classes}
+    return {name: plain[text] for name, text in first.items() if text in classes}
 
 
 @contextmanager
@@ -146,11 +148,11 @@ class Answers:
 
     def _table(self, path: Path) -> str:
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["file", "label"])
+        write = csv_writer(text)
+        write(["file", "label"])
         for name, (kind, own) in self.held.items():
             if (kind == "label") == (path == self.path):
-                writer.writerow([name, own or OTHER[kind]])
+                write([name, own or OTHER[kind]])
         return text.getvalue()
 
     def change(self, changes: Sequence[Change], log: bool = True) -> None:
