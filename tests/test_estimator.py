@@ -116,11 +116,24 @@ def test_pictures_come_in_many_forms(shape, kind):
     x = np.zeros(shape, kind)
     x[0] = 255 if kind is np.uint8 else 1.0
     with pytest.raises(ValueError, match="bytes, or numbers in"):
-        as_bytes(np.full((2, 4, 4), 1.00001))  # neither bytes nor shares
-    pixels = as_bytes(x)
+        as_bytes(np.full((2, 4, 4), 1.00001), False)  # neither bytes nor shares
+    pixels = as_bytes(x, kind is np.float32)
     assert pixels.shape == (4, 9, 7, 3)
     assert (pixels[0] == 255).all()
     assert (pixels[1:] == 0).all()
+
+
+def test_the_scale_of_pictures_is_that_of_fit(monkeypatch):
+    shown: list[int] = []
+    monkeypatch.setattr(
+        calmatch.Classifier, "_fit_pictures", lambda self, x, ids: shown.append(int(x.max()))
+    )
+    dark = np.zeros((4, 8, 8), np.int64)
+    dark[0] = 1
+    for x in (dark, dark.astype(np.uint8), dark / 2, dark + 254.0):
+        calmatch.Classifier().fit(x, [0, 1, -1, -1])
+    assert shown == [1, 1, 128, 255]
+    assert as_bytes(dark, False).max() == as_bytes(1.0 * dark, False).max() == 1
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """calmatch.Classifier: the same for arrays, as a scikit-learn estimator (y == -1: unlabelled)."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,7 +90,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         drawn = state if isinstance(state, int) else check_random_state(state).randint(2**31)
         self.seed_ = int(drawn)
         if pictures:
-            self._fit_pictures(as_bytes(X), ids)
+            self.unit_ = X.dtype.kind == "f" and float(X.max()) <= 1
+            self._fit_pictures(as_bytes(X, self.unit_), ids)
         else:
             self._seen = X, ids
             self._fit_vectors(torch.tensor(X), torch.from_numpy(ids))
@@ -120,10 +122,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.held_out_, self.evaluated_ = None, None
         self.calibration_ = posthoc.Scaling("identity")
         alone = config.replace(method="supervised", penalty="")
-        tried = {  # each with the features it learns from
-            one: crossval.freeze_vectors(one, scaled, ids, len(self.classes_))
-            for one in (config, alone)
-        }
+        frozen = crossval.freeze_vectors(config, scaled, ids, len(self.classes_))
+        tried = {one: replace(frozen, config=one) for one in (config, alone)}
         if bool((torch.bincount(ids[ids >= 0]) > 1).any()):
             held = {one: crossval.cross_validate(frozen) for one, frozen in tried.items()}
             config = min(held, key=lambda one: crossval.log_loss(held[one]))
@@ -166,7 +166,7 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if X.shape[1:] != self.shape_:
                 raise ValueError(f"Pictures were {self.shape_} in fit and are {X.shape[1:]} now.")
             how = (self.model_.size, self.model_.squash)  # as the files were, when decoded
-            pixels = [square_image(Image.fromarray(each), *how) for each in as_bytes(X)]
+            pixels = [square_image(Image.fromarray(each), *how) for each in as_bytes(X, self.unit_)]
             probs = self.model_.probabilities(torch.from_numpy(np.stack(pixels)))
         else:
             X = validate_data(self, X, dtype=np.float64, reset=False)  # noqa: N806
@@ -215,8 +215,8 @@ class Classifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
 
-def as_bytes(x: Array) -> NDArray[np.uint8]:
-    """Pictures as bytes [N, H, W, 3]."""
+def as_bytes(x: Array, unit: bool) -> NDArray[np.uint8]:
+    """Pictures as bytes [N, H, W, 3]; `unit`: they were numbers in [0, 1]."""
     if x.ndim == 3:
         x = np.repeat(x[..., None], 3, -1)
     if x.ndim != 4 or (x.shape[-1] != 3 and x.shape[1] != 3):
@@ -226,7 +226,7 @@ def as_bytes(x: Array) -> NDArray[np.uint8]:
         x = x.transpose(0, 2, 3, 1)
     if x.dtype != np.uint8:
         low, high = float(x.min()), float(x.max())
-        if low < 0 or high > 255 or (high > 1 and (x % 1).any()):
+        if low < 0 or high > (1 if unit else 255) or (not unit and (x % 1).any()):
             raise ValueError(f"Pictures hold bytes, or numbers in [0, 1]; these {low} to {high}.")
-        x = (x * (255 if high <= 1 else 1)).round().astype(np.uint8)
+        x = (x * (255 if unit else 1)).round().astype(np.uint8)
     return np.ascontiguousarray(x)

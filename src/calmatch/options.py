@@ -112,7 +112,9 @@ def weights_here(name: str) -> bool | None:
     if name.startswith("timm."):
         home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-        return any(cache.glob(f"models--timm--{name.removeprefix('timm.')}*/snapshots/*/*"))
+        own = f"models--timm--{name.removeprefix('timm.')}"
+        tagged = () if "." in name.removeprefix("timm.") else cache.glob(f"{own}.*/snapshots/*/*")
+        return any(cache.glob(f"{own}/snapshots/*/*")) or any(tagged)
     needed = NETWORKS[name].packages.split() if name in NETWORKS else []
     return all(map(find_spec, needed)) if needed else None
 

@@ -341,7 +341,7 @@ def check_images(
     if labels is None:
         from calmatch.data.folder import read_folder
 
-        own = read_folder(images)
+        own = read_folder(images, fewest=1)
         truth = {n: own.classes[k] for n, k in zip(own.names, own.labels, strict=True) if k >= 0}
     else:
         names = [name for name in ImageSource(images).names() if isinstance(name, str)]
@@ -354,7 +354,10 @@ def check_images(
         console.warn(f"Left out are {len(flattering)} pictures that the model learned from.")
         truth = {name: truth[name] for name in truth.keys() - set(flattering)}
     elif twins := {path.name for path in learned} & {Path(name).name for name in truth}:
-        console.warn(f"{len(twins)} are called as what the model learned from: leave out copies.")
+        console.warn(
+            f"{len(twins)} have the name of a picture that the model learned from: if they are "
+            "copies, leave them out, or the result looks too good."
+        )
     if not truth:
         raise ValueError("The model learned from all of these; evaluate it by other pictures.")
     source = ImageSource(images, frozenset(truth))

@@ -72,8 +72,17 @@ def test_class_folders_with_an_unlabelled_one_nested_and_loose_pictures(tmp_path
     named = dict(zip(listing.names, listing.labels, strict=True))
     wanted = {"cat/1.png": 0, "cat/deep/2.jpg": 0, "dog/1.webp": 1}
     assert named == wanted | {"Unlabeled/x.bmp": -1, "loose.gif": -1}
-    assert "1 pictures lie in" in listing.notes[0]
+    assert listing.notes[0] == "Pictures in pics itself count as unlabelled: 1."
     assert "'dog' has one label" in listing.notes[1]
+
+
+def test_parts_of_a_dataset_are_not_silently_taken_for_classes(tmp_path):
+    for part in ("train", "val"):
+        for kind in (" cat", "dog "):
+            draw(tmp_path / part / kind / "1.png")
+    notes = read_folder(tmp_path).notes
+    assert any("train and val are taken for classes" in note for note in notes)
+    assert read_folder(tmp_path / "train").classes == ("cat", "dog")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ FILES = {
     "metadata.jsonl": "\n".join(map(json.dumps, LINES)),
     "metadata.csv": METADATA,
 }
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_accents_of_either_form_name_the_same_picture(tmp_path, form):
+    (tmp_path / "p").mkdir()
+    for name in ("é1.png", "é2.png"):
+        path = tmp_path / "p" / unicodedata.normalize(form, name)
+        Image.new("RGB", (12, 12)).save(path)
+    tasks = [task("/data/upload/1/é1.png", "a"), task("s3://bucket/p/é2.png", "b")]
+    (tmp_path / "labels.json").write_text(json.dumps(tasks), "utf-8")
+    assert read_folder(tmp_path / "p", tmp_path / "labels.json").labels == (0, 1)
 
 
 @pytest.mark.parametrize("name", FILES)

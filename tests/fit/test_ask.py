@@ -39,6 +39,15 @@ def test_what_the_model_doubts_is_asked_for():
     assert set(kind[asked.rows]) == {4}
 
 
+def test_with_very_many_labels_nothing_labelled_is_asked_for(monkeypatch):
+    monkeypatch.setattr(ask, "MOST", 20)
+    spaces, _ = clusters()
+    known, probs = np.arange(80), np.full((90, 2), 0.5, np.float32)
+    chosen = ask.ask(spaces, known, probs, 8, seed=0)
+    assert len(chosen) == 8
+    assert not set(chosen) & set(known)
+
+
 def test_a_duplicate_of_an_answered_image_is_asked_for_last():
     spaces, _ = clusters(number=30)
     spaces[0][15:] = spaces[0][:15]

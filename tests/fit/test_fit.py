@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
+import shutil
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import calmatch.fit as fits
 from calmatch import console, nets
@@ -92,9 +95,10 @@ def test_one_line_makes_a_folder_that_every_other_command_reads(tmp_path, capsys
         (["pics", "--strict", "--frozen"], "cannot be decoded"),
         (["pics", "--method", "remixmatch", "--frozen"], "--no-frozen"),
         (["pics", "--method", "crmatch", "--frozen"], "--no-frozen"),
-        (["pics", "--from", "pics"], "There is no model"),
+        (["pics", "--from", "pics"], "leave out --net"),
         (["pics", "--hold", "0"], "between 0 and 1"),
         (["pics", "--hold", "0.1", "--frozen"], "for a whole network"),
+        (["pics", "--address", "auto", "--frozen"], "add --engine ray"),
         (["pics", "--frozen", "--no-frozen"], "or neither"),
         (["pics", "--tta", "13"], "between 1 and 12"),
         (["pics", "--tta", "2", "--no-frozen"], "for a frozen network"),
@@ -111,6 +115,44 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, words, sentence, mo
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("how", ["--frozen", "--no-frozen"])
+def test_a_label_of_each_class_is_too_few_before_anything_is_learned(tmp_path, how, capsys):
+    words = ["fit", str(blobs(tmp_path / "pics", each=1)), how, "--net", "tiny", "--size", "16"]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 2
+    assert "Label at least two" in capsys.readouterr().err
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def test_options_of_another_fit_are_named_as_they_are_typed(pics, tmp_path, capsys):
+    run = ["fit", str(pics), "--out", str(tmp_path / "run")]
+    assert main([*run, "--net", "tiny", "--size", "16", "--frozen"]) == 0
+    capsys.readouterr()
+    for more, sentence in (
+        (["--from", str(tmp_path / "run"), "--frozen"], "was made without --from"),
+        (["--net", "tiny", "--size", "16"], "was made with --frozen"),
+        (["--net", "tiny", "--size", "32", "--frozen"], "was made with --size 16"),
+    ):
+        assert main([*run, *more]) == 2
+        assert f"{sentence}; choose another --out" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are Unicode there")
+def test_a_broken_file_whose_name_is_no_unicode_is_skipped_to_the_end(tmp_path):
+    root = blobs(tmp_path / "pics")
+    Path(os.fsdecode(os.fsencode(root / "unlabelled") + b"/caf\xe9.png")).write_bytes(b"rubbish")
+    run = fit_into(options(root, frozen=True), tmp_path / "run")
+    assert len(run.result.skipped) == 1
+    assert "caf" in run.result.skipped[0][0]
+
+
+def test_pictures_that_are_almost_black_are_pointed_out(tmp_path):
+    root = blobs(tmp_path / "pics")
+    for path in root.rglob("*.png"):
+        Image.fromarray(np.asarray(Image.open(path)) // 16).save(path)  # 12 bits, read as 16
+    notes = fit_into(options(root, frozen=True), tmp_path / "run").result.notes
+    assert any("They are almost black, 1" in note for note in notes)
+
+
 def test_what_a_refusal_asks_for_can_be_done_in_the_same_folder(tmp_path, capsys):
     root = blobs(tmp_path / "pics", each=1, spare=30)
     words = ["fit", str(root), "--out", str(tmp_path / "run"), "--net", "tiny", "--size", "16"]
@@ -118,6 +160,10 @@ def test_what_a_refusal_asks_for_can_be_done_in_the_same_folder(tmp_path, capsys
     assert main(words) == 2
     assert "Label at least two" in capsys.readouterr().err
     blobs(root, spare=0)
+    (root / "bad.png").write_bytes(b"rubbish")
+    assert main([*words, "--strict"]) == 2
+    assert "bad.png cannot be decoded" in capsys.readouterr().err
+    (root / "bad.png").unlink()
     assert main(words) == 0
     capsys.readouterr()
     (root / "kind 0" / "0-0.png").rename(root / "kind 1" / "0-0.png")
@@ -135,6 +181,11 @@ def test_a_class_of_one_label_gets_no_promise(tmp_path, capsys):
     assert main([*words, "--frozen"]) == 0
     assert load_model(tmp_path / "run").selective.threshold is None
     assert "says nothing of kind 2" in capsys.readouterr().out
+    shutil.rmtree(root / "unlabelled")  # the labels alone would promise something by now
+    words = ["fit", str(root), "--out", str(tmp_path / "known"), "--net", "tiny", "--size", "16"]
+    assert main([*words, "--frozen"]) == 0
+    assert load_model(tmp_path / "known").selective.missing >= 1
+    assert "even its surest" not in capsys.readouterr().out
 
 
 def test_class_folders_are_called_alike_however_accents_are_written(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from calmatch import nets
 from calmatch.data.folder import ImageFolder, decode_folder, read_folder
 from calmatch.fit import plan, portfolio
-from calmatch.options import DINO, FitOptions, hub_answers
+from calmatch.options import DINO, FitOptions, hub_answers, weights_here
 from pictures import blobs, options
 
 
@@ -66,6 +66,17 @@ def test_weights_that_cannot_be_had_are_one_sentence_at_once(tmp_path, monkeypat
         plan.choose_network(asked, torch.device("cpu"))
     asked = options(tmp_path, net="timm.resnet18(pretrained=False)")
     assert plan.choose_network(asked, torch.device("cpu"))[1] is False
+
+
+def test_weights_of_another_network_are_not_taken_for_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    file = tmp_path / "models--timm--resnet18d.ra2_in1k" / "snapshots" / "a" / "model.safetensors"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    known = {name: weights_here(f"timm.{name}") for name in ("resnet18", "resnet18d")}
+    assert known == {"resnet18": False, "resnet18d": True}
+    assert weights_here("timm.resnet18d.ra2_in1k")
+    assert not weights_here("timm.resnet18d.ra4_e3600_r224_in1k")
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):

@@ -299,7 +299,7 @@ def test_the_operating_point_is_the_models_own_where_it_has_one(tmp_path):
     selective |= {"threshold": None, "labels": 40, "missing": 19}
     (run.folder / "model.json").write_text(json.dumps({"selective": selective}))
     text, _ = page_of([run], tmp_path / "report.html")
-    assert "at least 19 more evaluated labels" in text
+    assert "of evaluated labels it lacks at least 19." in text
 
 
 def test_few_labels_of_a_fit_are_not_called_a_measured_calibration(tmp_path):

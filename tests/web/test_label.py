@@ -277,6 +277,15 @@ def test_a_model_learns_in_the_background_and_a_skipped_picture_comes_last(clien
     assert [item["row"] for item in newest] == asked[::-1]
 
 
+def test_pictures_put_off_come_again_in_turn(client):
+    asked = [client.get("/see/state/0").json()["question"]["row"]]
+    for _ in range(89):
+        reply = client.post("/do/skip", json={"row": asked[-1]})
+        asked.append(reply.json()["question"]["row"])
+    assert sorted(asked[:30]) == list(range(30))
+    assert asked[30:60] == asked[:30] == asked[60:]
+
+
 def test_a_second_server_and_another_programs_file_are_refused(folder, tmp_path):
     path = tmp_path / "labels.csv"
     with (

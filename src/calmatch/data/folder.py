@@ -57,8 +57,10 @@ class ImageFolder(NamedTuple):
         return tuple(counts[k] for k in range(len(self.classes)))
 
 
-def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> ImageFolder:
-    """List a folder's images and their labels; nothing is decoded yet.
+def read_folder(
+    root: Path, csv: Path | None = None, strict: bool = False, fewest: int = 2
+) -> ImageFolder:
+    """List a folder's images and their labels, of so many classes; nothing is decoded yet.
 
     `root` has class folders (`unlabelled/` holds images without a label), or is any tree with a
     file that `read_labels` knows; `strict` makes a file that would be skipped an error.
@@ -78,7 +80,7 @@ def read_folder(root: Path, csv: Path | None = None, strict: bool = False) -> Im
             raise ValueError(f"{csv or root}: {name[:40]!r} cannot be {rule}.")
     if len(classes) > MOST_CLASSES:
         raise ValueError(f"{csv or root} names {len(classes):,} classes; {MOST_CLASSES:,} at most.")
-    if len(classes) < 2:
+    if len(classes) < fewest:
         one = f"{csv or root} knows one class only, {classes[0]!r}"
         raise ValueError(f"{one}; a classifier needs two or more.")
     place = {name: k for k, name in enumerate(classes)}
@@ -107,7 +109,7 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
     """The first folder of a name is its class."""
     nested = {name: name.partition("/")[0] for name in names if "/" in name}
     filled = {first for first in nested.values() if first.lower() not in UNLABELLED}
-    plain = {first: unicodedata.normalize("NFC", stored.valid_text(first)) for first in filled}
+    plain = {k: unicodedata.normalize("NFC", stored.valid_text(k)).strip() for k in filled}
     known = {name: plain[first] for name, first in nested.items() if first in filled}
     for folder in sorted(root.iterdir()):
         name = folder.name
@@ -120,8 +122,17 @@ def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]
             f"folder for each class, or name their classes with --labels labels.csv."
         )
     loose = len(names) - len(nested)
-    note = f"{loose} pictures lie in {root.name} itself: they count as unlabelled."
-    return known, [note] if loose else []
+    notes = [f"Pictures in {root.name} itself count as unlabelled: {loose}."] if loose else []
+    inside: dict[str, set[str]] = {first: set() for first in filled}
+    for name in known:
+        first, *deeper, _ = name.split("/")
+        inside[first] |= set(deeper[:1])
+    if len(inside) > 1 and len(shared := sorted(set.intersection(*inside.values()))) > 1:
+        notes.append(
+            f"The folders {' and '.join(sorted(inside)[:2])} are taken for classes, but both hold "
+            f"{', '.join(shared[:3])}: if those are the classes, give {root / min(inside)} instead."
+        )
+    return known, notes
 
 
 def _order_classes(labels: Iterable[str]) -> tuple[str, ...]:

@@ -130,17 +130,17 @@ def _coco_labels(content: dict[str, Any], path: Path) -> Iterator[tuple[int, str
 
 
 def _find_by_end(names: Iterable[str]) -> Callable[[str], str]:
-    known = {unicodedata.normalize("NFC", name): name for name in names}
+    known = {unicodedata.normalize("NFC", name) for name in names}  # as `match_labels` knows them
     deepest = max((plain.count("/") for plain in known), default=0) + 1
     last: dict[str, list[str]] = {}
-    for plain, name in known.items():
-        last.setdefault(plain.rpartition("/")[2], []).append(name)
+    for plain in known:
+        last.setdefault(plain.rpartition("/")[2], []).append(plain)
 
     def find(file: str) -> str:
         parts = unicodedata.normalize("NFC", str(file)).replace("\\", "/").split("/")
         for start in range(max(0, len(parts) - deepest), len(parts)):
             if (end := "/".join(parts[start:])) in known:
-                return known[end]
+                return end
         upload = re.sub(r"^[0-9a-f]{8}-", "", parts[-1])  # as Label Studio names what it was sent
         alike = last.get(parts[-1]) or last.get(upload) or []
         return alike[0] if len(alike) == 1 else file

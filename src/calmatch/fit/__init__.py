@@ -14,7 +14,7 @@ from torch import Tensor
 
 from calmatch import augment, console, files, nets, ops, posthoc, runs
 from calmatch.data import folder as listing
-from calmatch.data.images import LARGEST_FILE, ImageFiles, take_images
+from calmatch.data.images import LARGEST_FILE, ImageFiles, take_images, valid_text
 from calmatch.fit import ask, crossval, features, plan, portfolio, text
 from calmatch.fit.whole import Refinement, can_refine, fit_whole, start_from
 from calmatch.model import are_tta, load_model, save_calibration, write_model
@@ -22,6 +22,8 @@ from calmatch.options import FitOptions
 from calmatch.predict import join_ray
 from calmatch.training.config import Config
 from calmatch.training.setup import describe_environment
+
+DARK = 32  # of 255: if no pixel is brighter, the pictures were read on a wrong scale
 
 
 def fit(options: FitOptions, began: float | None = None) -> runs.Run:
@@ -54,8 +56,10 @@ def _read_earlier(folder: Path, options: FitOptions) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged; choose another --out.") from error
     if odd:
-        key = "pictures" if odd[0] == "pictures" else f"--{odd[0]}"
-        raise ValueError(f"{folder} was made with {key} {held.get(odd[0])}; choose another --out.")
+        key, value = _option(odd[0]), held.get(odd[0])
+        how = f"with {key}" if value is True else f"with {key} {value}"
+        how = f"without {key}" if value in (None, False) else how
+        raise ValueError(f"{folder} was made {how}; choose another --out.")
     return earlier
 
 
@@ -142,13 +146,13 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
         logits = _head_logits(pool, embedding, best)
     if (free := torch.from_numpy(labels < 0)).any():  # they steady what few labels promise
         probs, shown = calibration.log_probs.exp(), calibration.scaling(logits[free]).exp()
-        calibration = calibration._replace(
-            conformal=posthoc.semi_conformal(probs, held.labels, shown),
-            selective=posthoc.few_label_promise(best.fitted, logits[free]),
-        )
-    if np.bincount(y, minlength=classes).min() < 2:  # a class that nothing evaluates
-        point = calibration.selective._replace(threshold=None)
-        calibration = calibration._replace(selective=point)
+        sets = posthoc.semi_conformal(probs, held.labels, shown)
+        sure = posthoc.few_label_promise(best.fitted, logits[free])
+        calibration = calibration._replace(conformal=sets, selective=sure)
+    if lone := int((np.bincount(y, minlength=classes) < 2).sum()):  # classes nothing evaluates
+        sure = calibration.selective
+        sure = sure._replace(threshold=None, coverage=0.0, bound=0.0, missing=lone)
+        calibration = calibration._replace(selective=sure)
     scores = {one.name: float(one.losses.mean()) for one in candidates}
     note = "Each evaluated label was predicted by models that had not seen it."
     if best.signs:
@@ -170,7 +174,11 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
         some = plan.decode_some(listed.root, names, 32)
         grey = bool(some) and plan.is_grey(torch.from_numpy(np.stack(some)))
         settled = plan.plan_features(job, extractor, grey, ray)
-        job.save(settled)
+        if some and (brightest := max(int(pixels.max()) for pixels in some)) < DARK:
+            settled["note"] += (
+                f" They are almost black, {brightest} of 255 at most: pictures of 12 "
+            )
+            settled["note"] += "bits, perhaps? Convert them to 8 bits."
     known = are_tta(settled.get("views")) and isinstance(settled.get("note"), str)
     net = settled.get("net")
     if not known or net not in (job.net, plan.ONE) or type(settled.get("images")) is not int:
@@ -186,6 +194,7 @@ def _see_images(job: plan.FitJob, extractor: portfolio.Extractor, ray: Any) -> t
         with console.ProgressBar("decoding", len(own.names), 0, quiet, unit="pictures") as bar:
             images, own = listing.decode_folder(own, source, options.strict, bar, squash=True)
     listing.refuse_unseen_classes(own)
+    job.save(settled)  # not before: who mends a picture that was refused begins anew
     console.message(text.describe_folder(own, listing.fitting_size(own)[1]), quiet)
     console.message((f"  {note}" for note in own.notes), quiet)
     text.show_stage(3, quiet)
@@ -302,7 +311,7 @@ def _finish(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Run:
         evaluation_note=outcome.note,
         kept=outcome.kept,
         scores=outcome.scores,
-        skipped=tuple(tuple(item) for item in own.skipped),
+        skipped=tuple((valid_text(file), valid_text(why)) for file, why in own.skipped),
         images={**base.images, "test": len(held.labels)},
         commands=(command,),
     )
@@ -327,9 +336,14 @@ def _command(options: FitOptions, settled: Mapping[str, Any]) -> str:
         value = getattr(options, item.name)
         if item.name in ("pictures", "out", "quiet") or value == item.default:
             continue
-        name = "from" if item.name == "start" else item.name.replace("_", "-")
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        words += [_option(item.name)] if value is True else [_option(item.name), str(value)]
     return runs.command_line(*words, "--out", "NEW_FOLDER")
+
+
+def _option(field: str) -> str:
+    """As it is typed."""
+    names = {"pictures": "pictures", "start": "--from"}
+    return names.get(field, f"--{field.replace('_', '-')}")
 
 
 def _predict_unlabelled(job: plan.FitJob, outcome: crossval.Outcome) -> runs.Predicted | None:

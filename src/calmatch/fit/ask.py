@@ -95,8 +95,8 @@ def ask(spaces: Sequence[Array], rows: Any, probs: Array, n: int, *, seed: int) 
 
     `spaces` are unit vectors [N, d] of all images, the widest last; `rows` those that have a label.
     """
-    rows = np.asarray(rows, np.int64)[-MOST:]
-    free = np.setdiff1d(np.arange(len(spaces[0])), rows)
+    rows = np.asarray(rows, np.int64)
+    free, rows = np.setdiff1d(np.arange(len(spaces[0])), rows), rows[-MOST:]
     if len(free) > MOST:
         free = np.random.default_rng(seed).choice(free, MOST, replace=False)
     some = np.sort(np.concatenate([rows, free]))

@@ -73,8 +73,10 @@ def check_options(options: FitOptions) -> None:
         if getattr(options, name) is not None and getattr(options, name) < least:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(options, name)}.")
     methods.find(options.method or METHOD)
-    if options.freeze and options.hold is not None:
-        raise ValueError("--hold is for a whole network; a frozen one is cross-validated.")
+    if options.start is not None and options.net is not None:
+        raise ValueError("--from brings a network of its own; leave out --net.")
+    if options.address and options.engine != "ray":
+        raise ValueError("--address is of a Ray cluster; add --engine ray.")
     if options.freeze is False and options.tta is not None:
         raise ValueError("--tta is for a frozen network; leave out --no-frozen or --tta.")
     if options.tta is not None and not 1 <= options.tta <= MOST_TTA:
@@ -119,6 +121,10 @@ def _can_be_had(name: str) -> bool:
 
 def refuse_idle_options(options: FitOptions, frozen: bool) -> None:
     """An option that would do nothing is a mistake."""
+    if frozen and options.hold is not None:
+        raise ValueError(
+            "--hold is for a whole network (--no-frozen): this one is cross-validated."
+        )
     if not frozen and options.engine != "local":
         raise ValueError("--engine ray is for a frozen network, whose features are computed once.")
     if frozen and options.method is not None:
@@ -163,7 +169,7 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
     faster = cores / ops.count_cores()  # than this machine, where the cluster has no GPU
     reading = time_decoding(job.listed, own) / faster
     showing = time_image(extractor) / (gpus or faster)
-    seen_most = min(everything, portfolio.MOST)
+    seen_most = min(everything, labels + portfolio.MOST)
     learning = time_candidates(extractor, seen_most, len(job.listed.classes))
     usual = MOST_TTA if extractor.device.type == "cuda" else CPU_TTA
     most = options.tta or (SEVERAL_TTA if extractor.net == SEVERAL else usual)
@@ -173,7 +179,7 @@ def plan_features(job: FitJob, extractor: Extractor, grey: bool, ray: Any = None
 
     def fits() -> bool:
         area = sum((view.size / own) ** 2 for view in views)
-        seen = min(number, portfolio.MOST) / seen_most
+        seen = min(number, labels + portfolio.MOST) / seen_most
         seconds = number * (reading + showing * area) + learning * seen
         return seconds <= job.seconds_left() - WRITING
 

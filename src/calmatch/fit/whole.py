@@ -49,6 +49,8 @@ def fit_whole(job: FitJob, size: int | None) -> crossval.Outcome:
     with console.ProgressBar("decoding", len(listed.names), 0, quiet, unit="pictures") as bar:
         images, own = decode_folder(listed, size, options.strict, bar)
     console.message(text.describe_folder(own, side), quiet)
+    if not options.hold:
+        crossval.count_folds(own.known, 0)  # before anything is trained
     text.show_stage(2, quiet)
     if job.earlier:
         plan = read_plan(job.earlier, options, folder)

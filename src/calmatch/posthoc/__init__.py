@@ -420,7 +420,7 @@ class Selective(NamedTuple):
             if self.learned:
                 why = " yet: more labels help."
             elif self.missing:
-                why = f" yet: that needs at least {self.missing} more evaluated labels."
+                why = f" yet: of evaluated labels it lacks at least {self.missing}."
             start = f"It cannot promise {accuracy} accuracy with {certainty} certainty"
             return f"{start} at any confidence{why} Until then every answer is marked not sure."
         level = f"{self.threshold:.{2 if self.threshold < 0.995 else 4}f}"

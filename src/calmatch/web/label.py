@@ -341,7 +341,8 @@ class Session:
                 self.answers.classes.setdefault(clean_name(body.get("name")))
         elif what == "skip":
             row = self._row(body.get("row"))
-            self.put_off = {**self.put_off, row: None}  # a thread may be reading the one before
+            others = (k for k in self.put_off if k != row)  # a thread may be reading the old one
+            self.put_off = dict.fromkeys([*others, row])
         elif what == "fit" and len(self.answers.counts()) > 1:
             if self.fit is None or self.fit.process.poll() is not None:
                 self.fit = Fit(self.root, self.answers.path)
