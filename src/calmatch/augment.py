@@ -157,8 +157,7 @@ def grey(images: Tensor) -> Tensor:
 
 
 def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    mixed = base + (images.to(torch.float32) - base) * factor
-    return mixed.clamp(0, 255).to(torch.uint8)
+    return (base + (images.float() - base) * factor).clamp(0, 255).to(torch.uint8)
 
 
 def cutout(images: Tensor, generator: Generator, share: float = 0.5) -> Tensor:
@@ -255,8 +254,7 @@ def _map(images: Tensor, op: Tensor, value: Tensor) -> Tensor:
 
 def _drawn(op: Tensor, name: str) -> bool:
     """Whether an operation may have been drawn; only a CPU can look without waiting."""
-    blind = op.device.type != "cpu" or torch.compiler.is_compiling()
-    return blind or bool(_is(op, name).any())
+    return op.device.type != "cpu" or torch.compiler.is_compiling() or bool(_is(op, name).any())
 
 
 def _stretched(images: Tensor) -> Tensor:
@@ -298,9 +296,8 @@ def _smooth(images: Tensor) -> Tensor:
     """Pillow's SMOOTH: weights 1 around 5, rounded to the nearest; the border is copied."""
     rows = images[:, :, :-2] + images[:, :, 1:-1] + images[:, :, 2:]
     square = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-    inner = ((square + 4 * images[:, :, 1:-1, 1:-1]) / 13 + 0.5).floor()
     smooth = images.clone()
-    smooth[:, :, 1:-1, 1:-1] = inner
+    smooth[:, :, 1:-1, 1:-1] = ((square + 4 * images[:, :, 1:-1, 1:-1]) / 13 + 0.5).floor()
     return smooth
 
 
@@ -310,8 +307,7 @@ OPS = {transform.__name__: transform for transform in (*BASIC, randaugment)}
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Float images with these channel means and deviations subtracted and divided out."""
-    scale = 1 / (255 * std)
-    scaled = images.to(mean.dtype) * scale[:, None, None]
+    scaled = images.to(mean.dtype) * (1 / (255 * std))[:, None, None]
     return scaled.sub_((mean / std)[:, None, None])  # in place: it is new, whatever came
 
 

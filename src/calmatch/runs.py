@@ -143,7 +143,6 @@ class Run(NamedTuple):
         return read_lines(path) if path.is_file() else []
 
     def lines(self, kind: str = "train") -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl of one kind."""
         return [line for line in self.log() if line["kind"] == kind]
 
     def frame(self) -> Any:
@@ -450,8 +449,7 @@ def most_informative(log_probs: Tensor, number: int = ASKED) -> Tensor:
         score = entropy * far
         score[picked] = -1.0
         picked.append(int(score.argmax()))
-        distance = (1 - roots @ roots[picked[-1]]).clamp_min(0).sqrt()
-        far = torch.minimum(far, distance)
+        far = torch.minimum(far, (1 - roots @ roots[picked[-1]]).clamp_min(0).sqrt())
     return torch.tensor(picked, dtype=torch.long)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LONGEST = 2000  # characters; a spec is a line, not a program
+UNREADABLE = "{!r} is not a spec: write name or name(key=value) with plain values."
 NESTED = ("on",)  # arguments that are specs themselves
 # timm's arguments that read files or addresses of their own, or change what a model gives
 FORBIDDEN = (
@@ -109,11 +110,7 @@ def _syntax_tree(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _unreadable(text) from error
-
-
-def _unreadable(text: str) -> SpecError:
-    return SpecError(f"{text!r} is not a spec: write name or name(key=value) with plain values.")
+        raise SpecError(UNREADABLE.format(text)) from error
 
 
 def _operands(node: ast.expr, joint: type[ast.operator]) -> list[ast.expr]:
@@ -138,7 +135,7 @@ def _component(node: ast.expr, text: str) -> Spec:
         args = tuple(map(ast.literal_eval, call.args))
         kwargs = {str(key.arg): ast.literal_eval(key.value) for key in call.keywords}
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise _unreadable(text) from error
+        raise SpecError(UNREADABLE.format(text)) from error
     return Spec(".".join([node.id, *reversed(names)]), args, kwargs)
 
 

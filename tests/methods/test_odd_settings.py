@@ -70,7 +70,7 @@ def test_numbers_stay_finite_at_every_edge(tiny, method, edge):
         change(run.parts.net)
     while run.step < run.config.steps:
         run.advance()
-        assert not checkpoint.nonfinite_names(run), f"step {run.step}"
+        assert all(bool(each.isfinite().all()) for each in run.tensors().values()), run.step
     pictures = run.parts.batches[0].x[0]
     log_probs = run.parts.method.predict(run.parts.net, pictures)
     assert not log_probs.isnan().any()

@@ -217,7 +217,6 @@ def table_command(options: TableOptions) -> None:
 
 
 def figure_command(name: str, options: FigureOptions) -> None:
-    """Draw one figure into a file."""
     from calmatch.bench import figures
     from calmatch.report import charts
 

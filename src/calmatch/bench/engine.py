@@ -49,7 +49,6 @@ def _is_finished(job: Job) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether another process works in this folder."""
     try:
         with files.open_file(folder / ".lock") as file:
             return not files.try_lock(file, share=True)
@@ -329,7 +328,6 @@ class SuiteProgress(ProgressBar):
             message(f"[{closed}/{len(self.items)}] {job.name}: {text}", self.quiet)
 
     def move_all(self, waiting: list[Job], state: str) -> None:
-        """None of these is begun."""
         for job in waiting:
             self.move(job, state)
         waiting.clear()
@@ -341,7 +339,6 @@ class SuiteProgress(ProgressBar):
         self.stopping = True
 
     def tick(self) -> None:
-        """Show how far all runs are."""
         self.words = {state: f"{number} {state}" for state, number in self.counts().items()}
         self.update(self._steps())
 

@@ -81,7 +81,6 @@ def prepare_convergence(table: RunTable) -> Content:
 
 
 def draw_convergence(figure: Figure, content: Content) -> None:
-    """Accuracy left, ECE right."""
     figure.set_size_inches(PAGE, 2.9)
     left, right = figure.subplots(1, 2)
     _draw_series(left, content["curves"], "error", lambda error: 100 * (1 - error))

@@ -290,7 +290,6 @@ class Resident:
         yield from map(self.read, self.images.split(size))
 
     def some(self, rows: Tensor) -> Self:
-        """Only these rows."""
         other = copy.copy(self)
         other.images = self.images[rows.to(self.device)]
         return other
@@ -333,9 +332,8 @@ class Stream:
         return Stream(self.fetch.images, self.fetch.rows[rows], self.device, self.workers)
 
     def _copy_next(self) -> Tensor:
-        images = next(self.chunks)
         with torch.cuda.stream(self.side):  # without a device this does nothing
-            return images.to(self.device, non_blocking=True)
+            return next(self.chunks).to(self.device, non_blocking=True)
 
     def _load(self, order: Iterable[Tensor]) -> Iterator[Tensor]:
         how: Any = {"batch_size": None, "sampler": order, "num_workers": self.workers}

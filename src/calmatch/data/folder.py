@@ -41,7 +41,6 @@ class ImageFolder(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def some(self, rows: Sequence[int]) -> "ImageFolder":
-        """Only these rows."""
         names, labels = tuple(self.names[k] for k in rows), tuple(self.labels[k] for k in rows)
         return self._replace(names=names, labels=labels)
 
@@ -106,33 +105,38 @@ def list_images(root: Path, strict: bool = False) -> tuple[list[str], list[Skipp
 
 
 def _by_folder(root: Path, names: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The first folder of a name is its class."""
-    nested = {name: name.partition("/")[0] for name in names if "/" in name}
-    filled = {first for first in nested.values() if first.lower() not in UNLABELLED}
-    plain = {k: unicodedata.normalize("NFC", stored.valid_text(k)).strip() for k in filled}
-    known = {name: plain[first] for name, first in nested.items() if first in filled}
+    """Labels by class folders, and what may not have been meant by them."""
+    known = class_folders(names)
+    inside: dict[str, set[str]] = {}
+    for name in known:
+        first, *deeper, _ = name.split("/")
+        inside.setdefault(first, set()).update(deeper[:1])
     for folder in sorted(root.iterdir()):
         name = folder.name
         other = name.startswith((".", "__MACOSX")) or name.lower() in UNLABELLED
-        if folder.is_dir() and not folder.is_symlink() and not other and name not in filled:
+        if folder.is_dir() and not folder.is_symlink() and not other and name not in inside:
             raise ValueError(f"The class folder {folder} holds no pictures; fill it or delete it.")
     if not known:
         raise ValueError(
             f"{root} has no class folders with pictures in them. Sort a few pictures into one "
             f"folder for each class, or name their classes with --labels labels.csv."
         )
-    loose = len(names) - len(nested)
+    loose = sum("/" not in name for name in names)
     notes = [f"Pictures in {root.name} itself count as unlabelled: {loose}."] if loose else []
-    inside: dict[str, set[str]] = {first: set() for first in filled}
-    for name in known:
-        first, *deeper, _ = name.split("/")
-        inside[first] |= set(deeper[:1])
     if len(inside) > 1 and len(shared := sorted(set.intersection(*inside.values()))) > 1:
         notes.append(
             f"The folders {' and '.join(sorted(inside)[:2])} are taken for classes, but both hold "
             f"{', '.join(shared[:3])}: if those are the classes, give {root / min(inside)} instead."
         )
     return known, notes
+
+
+def class_folders(names: Iterable[str]) -> dict[str, str]:
+    """The class of each image in a class folder: the first folder of its name."""
+    first = {name: name.partition("/")[0] for name in names if "/" in name}
+    kinds = {text for text in first.values() if text.lower() not in UNLABELLED}
+    plain = {k: unicodedata.normalize("NFC", stored.valid_text(k)).strip() for k in kinds}
+    return {name: plain[text] for name, text in first.items() if text in plain}
 
 
 def _order_classes(labels: Iterable[str]) -> tuple[str, ...]:

@@ -420,9 +420,8 @@ def load_cached(listed: ImageFiles, title: str) -> Tensor:
 
 def cache_root() -> Path:
     """CALMATCH_CACHE, or calmatch's folder in the user's cache."""
-    chosen = os.environ.get("CALMATCH_CACHE")
     try:
-        return Path(chosen or "~/.cache/calmatch").expanduser()
+        return Path(os.environ.get("CALMATCH_CACHE") or "~/.cache/calmatch").expanduser()
     except RuntimeError as error:  # a user without a home, as in a container
         raise ValueError("Nobody knows your home folder; set CALMATCH_CACHE or HOME.") from error
 

@@ -24,8 +24,7 @@ class CRMatch(FixMatch):
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         weak, strong, third = batch.u
-        turned = ops.quarter_turns(third).flatten(0, 1)
-        x, w, s, t = apart(net, batch.x[0], weak, strong, turned)
+        x, w, s, t = apart(net, batch.x[0], weak, strong, ops.quarter_turns(third).flatten(0, 1))
         p = w.logits.detach().softmax(-1)
         mask, _ = self.select(p, batch)
         distance = net.get_submodule("heads.distance")

@@ -61,8 +61,7 @@ class Dash(Method):
         soft = (weak.logits / self.temperature).softmax(-1)
         target = torch.where(hard, ops.soft(label, soft), soft)
         trusted = ops.soft_loss(weak.logits, target) <= fallen.clamp_min(self.least)
-        started = batch.step >= self.warmup
-        mask = (trusted & started).to(soft.dtype)
+        mask = (trusted & (batch.step >= self.warmup)).to(soft.dtype)
         return Plan(
             Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
             Term(strong.logits, target, self.weight * mask),

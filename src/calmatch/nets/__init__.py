@@ -295,14 +295,12 @@ def fuse(net: nn.Module, size: int, portable: bool = False) -> nn.Module:
         chains = _follow(quick, noise[0])
         names = {layer: name for name, layer in quick.named_modules()}
         for conv, norm, activation in chains:
-            assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
-            moments = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
-            folded = nn.utils.fusion.fuse_conv_bn_weights(conv.weight, conv.bias, *moments)
-            conv.weight, conv.bias = (nn.Parameter(part, requires_grad=False) for part in folded)
+            folded = nn.utils.fusion.fuse_conv_bn_eval(conv, norm)
+            quick.set_submodule(names[conv], folded)
             own = getattr(norm, "act", nn.Identity())  # timm's BatchNorm may have one inside
             after = activation if type(own) is nn.Identity and activation is not None else own
-            if not portable and _can_fuse(conv, after):
-                quick.set_submodule(names[conv], FusedConv2d(conv, after))
+            if not portable and _can_fuse(folded, after):
+                quick.set_submodule(names[conv], FusedConv2d(folded, after))
                 if after is activation:
                     quick.set_submodule(names[activation], nn.Identity())
                 own = nn.Identity()

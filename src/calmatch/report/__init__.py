@@ -30,6 +30,8 @@ POLICY = (
     "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
+FILTERS: dict[str, Any] = {"percent": summary.percent, "signed": summary.signed}  # of the template
+FILTERS["whole"] = lambda words: words.replace(" %", "\u00a0%")  # no line break in between
 WANTED = 0.05  # error at most among answered images, where the run chose no operating point
 
 
@@ -63,7 +65,7 @@ def _render(data: dict[str, Any], view: dict[str, Any]) -> str:
     scripts = [_libraries(), "\n".join(_read_asset(name) for name in SCRIPTS)]
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    page: str = _template().render(
+    page: str = files.template(HERE / "template.html", **FILTERS).render(
         view,
         data=_finite(data),
         runs=data["runs"],
@@ -91,13 +93,6 @@ def _libraries() -> str:
 @functools.cache
 def _read_asset(name: str) -> str:
     return files.read_text(HERE / name)
-
-
-@functools.cache
-def _template() -> Any:
-    numbers: dict[str, Any] = {"percent": summary.percent, "signed": summary.signed}
-    numbers["whole"] = lambda words: words.replace(" %", "\u00a0%")  # no line break in between
-    return files.template(HERE / "template.html", **numbers)
 
 
 def _finite(value: Any) -> Any:

@@ -113,8 +113,7 @@ def digest_tensors(tensors: Mapping[str, Tensor], note: str = "") -> str:
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.flatten().view(torch.uint8).numpy().data
-    return data
+    return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def list_checkpoints(folder: Path, every: int = 1) -> list[Path]:
@@ -256,7 +255,8 @@ def trace_nonfinite(
 
 def describe_step(run: Training, before: Mapping[str, Tensor], note: Any) -> dict[str, Any]:
     """What is known of the step that the run has just made, from the state before it."""
-    step, after = run.step - 1, nonfinite_names(run)
+    step = run.step - 1
+    after = [name for name, value in run.tensors().items() if not value.isfinite().all()]
     run.restore(before, {**note, "step": step})
     losses, split, orders = _probe_losses(run), run.parts.split, run.parts.batches.orders
     what = "a weight or a moment"
@@ -272,11 +272,6 @@ def describe_step(run: Training, before: Mapping[str, Tensor], note: Any) -> dic
         "labelled": [split.labelled[k] for k in orders["x"][step].tolist()],
         "unlabelled": [split.unlabelled[k] for k in orders["u"][step].tolist()],
     }
-
-
-def nonfinite_names(run: Training) -> list[str]:
-    """Names of what is not finite in the state of now."""
-    return [name for name, value in run.tensors().items() if not value.isfinite().all()]
 
 
 def _probe_losses(run: Training) -> dict[str, dict[str, Any]]:

@@ -94,11 +94,9 @@ class Config:
 
     @property
     def saves(self) -> int:
-        """Steps between checkpoints."""
         return self.checkpoint_every or max(1, self.steps // 10)
 
     def dump(self) -> dict[str, Any]:
-        """Plain JSON."""
         return dataclasses.asdict(self)
 
 

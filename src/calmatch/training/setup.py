@@ -231,7 +231,6 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def package_version(package: str) -> str:
-    """Of what is installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

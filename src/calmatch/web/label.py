@@ -84,12 +84,8 @@ def _is_plain(name: str) -> bool:
 
 def _by_class_folder(names: Sequence[str]) -> dict[str, str]:
     """Labels as `fit` sees them, where a folder `unlabelled` says that the others are classes."""
-    first = {name: name.partition("/")[0] for name in names if "/" in name}
-    classes = {text for text in first.values() if text.lower() not in folder.UNLABELLED}
-    if len(classes) == len(set(first.values())):
-        return {}
-    plain = {text: unicodedata.normalize("NFC", text).strip() for text in classes}
-    return {name: plain[text] for name, text in first.items() if text in classes}
+    known = folder.class_folders(names)
+    return known if len(known) < sum("/" in name for name in names) else {}
 
 
 @contextmanager
@@ -308,7 +304,6 @@ class Session:
             self.learned = version
 
     def _choose(self, rows: dict[int, Answer]) -> list[int]:
-        """The next questions."""
         gone = {*rows, *self.put_off}
         probs = None
         if self.model is not None:  # as uncalibrated as when it was proved
@@ -369,10 +364,8 @@ class Session:
         return {"row": row, "name": name, "answer": self.answers.held.get(name)}
 
     def state(self) -> dict[str, Any]:
-        """All that the page shows."""
         with self.answers.lock:
             counts, row = self.answers.counts(), self.question()
-            classes = [{"name": name, "count": counts[name]} for name in self.answers.classes]
             return {
                 "key": self.key,
                 "version": self.answers.version,
@@ -382,7 +375,7 @@ class Session:
                 "pictures": len(self.names),
                 "whole": self.whole,
                 "undoable": len(self.answers.log),
-                "classes": classes,
+                "classes": [{"name": k, "count": counts[k]} for k in self.answers.classes],
                 "question": None if row is None else self.show(row),
                 "ahead": [k for k in self.queue if k != row][:3],
                 "busy": self.learned != self.answers.version,
@@ -457,7 +450,6 @@ def clean_name(value: Any) -> str:
 
 
 def read_answer(value: Any) -> Answer | None:
-    """From JSON."""
     if value is None:
         return None
     match value:
@@ -488,7 +480,6 @@ class Fit:
         threading.Thread(target=self.lines.extend, args=(said,), daemon=True).start()
 
     def describe(self) -> dict[str, Any]:
-        """How far it is."""
         code = self.process.poll()
         ready = code == 0 and (self.out / "report.html").exists()
         return {"out": str(self.out), "lines": list(self.lines), "code": code, "report": ready}

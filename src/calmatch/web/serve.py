@@ -75,8 +75,7 @@ class Service:
             began = time.monotonic()
             status, body = await self.answer(request)
             self._count(status, body, time.monotonic() - began)
-            again = {"retry-after": "1"} if status == 503 else None
-            return JSONResponse(body, status, again)
+            return JSONResponse(body, status, {"retry-after": "1"} if status == 503 else None)
 
         about = files.read_json(HERE / "openapi.json")
         about["info"]["version"] = __version__
