@@ -5,16 +5,12 @@ import inspect
 from calmatch import spec
 from calmatch.core import Method, Task
 
-METHODS = spec.Lookup(
-    {
-        name.lower(): f"methods.{name.lower()}.{name}"
-        for name in (
-            "Supervised PseudoLabel PiModel MeanTeacher VAT MixMatch ReMixMatch UDA FixMatch "
-            "FlexMatch Dash CRMatch CoMatch SimMatch AdaMatch FreeMatch SoftMatch DeFixMatch "
-            "ShrinkMatch ReFixMatch BAM"
-        ).split()
-    }
+_NAMES = (
+    "Supervised PseudoLabel PiModel MeanTeacher VAT MixMatch ReMixMatch UDA FixMatch "
+    "FlexMatch Dash CRMatch CoMatch SimMatch AdaMatch FreeMatch SoftMatch DeFixMatch "
+    "ShrinkMatch ReFixMatch BAM"
 )
+METHODS = spec.Lookup({name.lower(): f"methods.{name.lower()}.{name}" for name in _NAMES.split()})
 
 
 def find(text: str) -> type[Method]:

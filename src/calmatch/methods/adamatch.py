@@ -31,9 +31,8 @@ class AdaMatch(Method):
         between("threshold", self.relative, 0, 1)
         between("momentum", momentum, 0, 1)
         self.weight, self.momentum, self.faithful = weight, momentum, faithful
-        self.remember(
-            mean=torch.zeros(task.classes), target=torch.full((task.classes,), 1 / task.classes)
-        )
+        even = torch.full((task.classes,), 1 / task.classes)
+        self.remember(mean=torch.zeros(task.classes), target=even)
 
     def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
         if self.faithful == "usb":
@@ -52,13 +51,10 @@ class AdaMatch(Method):
         p_x = logits.detach().softmax(-1)
         p = weak.logits.softmax(-1)
         mean = ops.running_mean(self.get_buffer("mean"), p, self.momentum)
-        known = ops.average(p_x.mean(0))
-        target = ops.moving(self.get_buffer("target"), known, self.momentum)
+        target = ops.moving(self.get_buffer("target"), ops.average(p_x.mean(0)), self.momentum)
         p = ops.align(p, mean, target)
         threshold = self.relative * ops.average(p_x.amax(-1).mean())
         mask = (p.amax(-1) >= threshold).to(p.dtype)
-        return Plan(
-            Term(logits, batch.y, torch.ones_like(logits[:, 0])),
-            Term(strong.logits, p.argmax(-1), self.weight * start * mask),
-            state={"mean": mean, "target": target},
-        )
+        labelled = Term(logits, batch.y, torch.ones_like(logits[:, 0]))
+        unlabelled = Term(strong.logits, p.argmax(-1), self.weight * start * mask)
+        return Plan(labelled, unlabelled, state={"mean": mean, "target": target})

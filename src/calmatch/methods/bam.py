@@ -68,12 +68,9 @@ class BAM(Method):
         self.quantile, self.first_quantile = quantile, first_quantile
         self.temperature = temperature if on == "uda" else 1.0
         self.warmup = max(2, task.steps // 20) if warmup is None else warmup
-        self.remember(
-            spread=torch.tensor(threshold),
-            quantiles=torch.zeros(memory),
-            predict_weight=torch.randn(samples, task.classes, task.features),
-            predict_bias=torch.randn(samples, task.classes),
-        )
+        self.remember(spread=torch.tensor(threshold), quantiles=torch.zeros(memory))
+        self.remember(predict_weight=torch.randn(samples, task.classes, task.features))
+        self.remember(predict_bias=torch.randn(samples, task.classes))
 
     def heads(self) -> dict[str, nn.Module]:
         return {"bayes": Bayes(self.task.features, self.task.classes)}
@@ -81,10 +78,8 @@ class BAM(Method):
     def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
         """The first draw is for the losses, the others choose pseudo-labels; same on all ranks."""
         shape = (1 + self.samples, self.task.classes, self.task.features)
-        return {
-            "eps_weight": ops.normal(generator, *shape),
-            "eps_bias": ops.normal(generator, *shape[:2]),
-        }
+        weight, bias = ops.normal(generator, *shape), ops.normal(generator, *shape[:2])
+        return {"eps_weight": weight, "eps_bias": bias}
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, w, s = apart(net, *batch.x, *batch.u, grad=(True, False, True))
@@ -100,13 +95,11 @@ class BAM(Method):
         spread = drawn[:, torch.arange(len(guess), device=guess.device), guess].std(0)
         mask = (spread <= self.get_buffer("spread")).to(p.dtype)
         target = ops.sharpen(p, self.temperature) if self.on == "uda" else guess
-        rows = ops.world_size() * len(z_x)
-        return Plan(
-            Term(z_x, batch.y, torch.ones_like(z_x[:, 0])),
-            Term(z_s, target, self.weight * mask),
-            extra={"kl": self.kl * layer.divergence() / rows},
-            state=self.follow(ops.gather(spread), batch.step),
-        )
+        labelled = Term(z_x, batch.y, torch.ones_like(z_x[:, 0]))
+        unlabelled = Term(z_s, target, self.weight * mask)
+        extra = {"kl": self.kl * layer.divergence() / (ops.world_size() * len(z_x))}
+        state = self.follow(ops.gather(spread), batch.step)
+        return Plan(labelled, unlabelled, extra=extra, state=state)
 
     def follow(self, spread: Tensor, step: Tensor) -> dict[str, Tensor]:
         """The threshold for the next step: the mean of the last batches' quantiles."""

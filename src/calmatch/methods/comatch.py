@@ -76,12 +76,11 @@ class CoMatch(Projected):
         p = self.smooth(aligned, f_w.detach(), batch)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         probs = torch.cat([aligned, ops.soft(batch.y, x.logits)])
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(s.logits, p, self.weight * mask),
-            extra={"contrast": self.contrast * self.contrastive(p, f_s, f_o)},
-            state=self.store(torch.cat([f_w, f_x]).detach(), probs) | memory,
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(s.logits, p, self.weight * mask)
+        extra = {"contrast": self.contrast * self.contrastive(p, f_s, f_o)}
+        state = self.store(torch.cat([f_w, f_x]).detach(), probs) | memory
+        return Plan(labelled, unlabelled, extra=extra, state=state)
 
     def smooth(self, p: Tensor, features: Tensor, batch: Batch) -> Tensor:
         """Mix each guess with its neighbours' in the bank, once that is filled."""
@@ -97,11 +96,9 @@ class CoMatch(Projected):
         bank, place = self.get_buffer("features"), self.get_buffer("place")
         n = min(len(features), len(bank))
         rows = (place + torch.arange(n, device=place.device)) % len(bank)
-        return {
-            "features": bank.index_copy(0, rows, features[:n]),
-            "probs": self.get_buffer("probs").index_copy(0, rows, probs[:n]),
-            "place": (place + n) % len(bank),
-        }
+        features = bank.index_copy(0, rows, features[:n])
+        probs = self.get_buffer("probs").index_copy(0, rows, probs[:n])
+        return {"features": features, "probs": probs, "place": (place + n) % len(bank)}
 
     def contrastive(self, p: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Cross-entropy from the graph of alike guesses to the graph of alike embeddings."""

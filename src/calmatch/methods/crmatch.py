@@ -33,8 +33,7 @@ class CRMatch(FixMatch):
         alike = ((a * b).sum(-1) / norms.sqrt()).relu()
         turn = torch.arange(4, device=third.device).repeat_interleave(len(third))
         rotation = ops.hard_loss(net.get_submodule("heads.rotation")(t.features), turn)
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(s.logits, p.argmax(-1), self.weight * mask),
-            extra={"distance": (mask * alike).mean(), "rotation": rotation.mean()},
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(s.logits, p.argmax(-1), self.weight * mask)
+        extra = {"distance": (mask * alike).mean(), "rotation": rotation.mean()}
+        return Plan(labelled, unlabelled, extra=extra)

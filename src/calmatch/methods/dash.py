@@ -38,10 +38,8 @@ class Dash(Method):
         if self.warmup == 0 and start is None and faithful == "paper":
             raise ValueError("dash measures its starting loss over warmup steps: at least 1.")
         self.every = every or max(1, task.steps // 20)
-        if start is None and faithful == "usb":
-            start = math.log(task.classes)
-        self.start = start
-        self.remember(loss=torch.tensor(0.0 if start is None else start))
+        self.start = math.log(task.classes) if start is None and faithful == "usb" else start
+        self.remember(loss=torch.tensor(self.start or 0.0))
 
     def threshold_at(self, step: Tensor, start: Tensor) -> Tensor:
         """The loss under which a pseudo-label is trusted, before its floor."""
@@ -56,14 +54,11 @@ class Dash(Method):
             mean = loss + (now - loss) / (batch.step + 1)
             loss = torch.where(batch.step < self.warmup, mean, loss)
         fallen = self.threshold_at(batch.step, loss)
-        hard = fallen <= self.least
-        label = weak.logits.argmax(-1)
         soft = (weak.logits / self.temperature).softmax(-1)
-        target = torch.where(hard, ops.soft(label, soft), soft)
+        hard = ops.soft(weak.logits.argmax(-1), soft)
+        target = torch.where(fallen <= self.least, hard, soft)
         trusted = ops.soft_loss(weak.logits, target) <= fallen.clamp_min(self.least)
         mask = (trusted & (batch.step >= self.warmup)).to(soft.dtype)
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(strong.logits, target, self.weight * mask),
-            state={"loss": loss},
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(strong.logits, target, self.weight * mask)
+        return Plan(labelled, unlabelled, state={"loss": loss})

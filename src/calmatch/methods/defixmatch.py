@@ -23,8 +23,6 @@ class DeFixMatch(FixMatch):
         mask, x_mask = self.select(p, batch)[0], self.select(p_x, batch)[0]
         anti = (x_mask * ops.hard_loss(x_strong.logits, p_x.argmax(-1))).mean()
         both = torch.cat([x.logits, x_strong.logits])
-        return Plan(
-            Term(both, batch.y.repeat(2), torch.ones_like(both[:, 0])),
-            Term(strong.logits, p.argmax(-1), self.weight * mask),
-            extra={"anti": -self.weight * anti},
-        )
+        labelled = Term(both, batch.y.repeat(2), torch.ones_like(both[:, 0]))
+        unlabelled = Term(strong.logits, p.argmax(-1), self.weight * mask)
+        return Plan(labelled, unlabelled, extra={"anti": -self.weight * anti})

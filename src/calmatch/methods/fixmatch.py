@@ -46,8 +46,6 @@ class FixMatch(Method):
         target = p.argmax(-1) if self.hard else p
         if self.mixup:  # a partner need not be trusted: it counts as what it is thought to be
             target = self.mixed(ops.soft(target, p), p, batch)
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(strong.logits, target, self.weight * mask),
-            state=state,
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(strong.logits, target, self.weight * mask)
+        return Plan(labelled, unlabelled, state=state)

@@ -25,8 +25,7 @@ class FreeMatch(FixMatch):
     ) -> None:
         super().__init__(task, threshold=0.0, weight=weight, hard=hard, mixup=mixup)  # none fixed
         between("momentum", momentum, 0, 1)
-        self.momentum, self.fairness = momentum, fairness
-        self.quantile, self.clip = quantile, clip
+        self.momentum, self.fairness, self.quantile, self.clip = momentum, fairness, quantile, clip
         uniform = torch.full((task.classes,), 1 / task.classes)
         self.remember(overall=uniform[0].clone(), mean=uniform.clone(), histogram=uniform.clone())
 

@@ -27,11 +27,9 @@ class MixMatch(Method):
 
     def draws(self, generator: Generator, b: int, r: int) -> dict[str, Tensor]:
         """One mixing share for the batch, and a key per row whose order is the partner's."""
-        return {
-            "beta": ops.beta(generator, self.alpha),
-            "x_key": ops.uniform(generator, b),
-            "u_key": ops.uniform(generator, r, len(self.u_views)),
-        }
+        beta, x_key = ops.beta(generator, self.alpha), ops.uniform(generator, b)
+        u_key = ops.uniform(generator, r, len(self.u_views))
+        return {"beta": beta, "x_key": x_key, "u_key": u_key}
 
     def mix(self, batch: Batch, images: list[Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
         """All pictures with all labels, each moved towards a partner's by the same share."""
@@ -39,20 +37,15 @@ class MixMatch(Method):
         labels = torch.cat([y, *[target] * (len(images) - 1)])
         pictures = torch.cat(images)
         share = torch.maximum(batch.draws["beta"], 1 - batch.draws["beta"]).to(pictures.dtype)
-        keys = torch.cat([batch.draws["x_key"], batch.draws["u_key"].T.flatten()])
-        partner = keys.argsort()
+        partner = torch.cat([batch.draws["x_key"], batch.draws["u_key"].T.flatten()]).argsort()
         mixed = torch.lerp(pictures[partner], pictures, share)
         return mixed, torch.lerp(labels[partner], labels, share)
 
-    def guess(self, net: nn.Module, batch: Batch) -> Tensor:
-        """Sharpened mean prediction of both views: [R, C]."""
+    def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         with torch.no_grad(), frozen(net):
             both = [net(view).logits.softmax(-1) for view in batch.u]
-        return ops.sharpen((both[0] + both[1]) / 2, self.temperature)
-
-    def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
-        pictures, labels = self.mix(batch, [batch.x[0], *batch.u], self.guess(net, batch))
-        return self.plan(net, batch, pictures, labels)
+        guess = ops.sharpen((both[0] + both[1]) / 2, self.temperature)  # [R, C]
+        return self.plan(net, batch, *self.mix(batch, [batch.x[0], *batch.u], guess))
 
     def plan(self, net: nn.Module, batch: Batch, pictures: Tensor, labels: Tensor) -> Plan:
         """The first B mixed rows count as labelled, the rest as unlabelled."""
@@ -61,6 +54,5 @@ class MixMatch(Method):
         with frozen(net):
             u = net(pictures[b:]).logits
         weight = self.weight * ops.ramp(batch.step, self.ramp * self.task.steps)
-        return Plan(
-            Term(x, labels[:b], torch.ones_like(x[:, 0])), Term(u, labels[b:], ops.rows(weight, u))
-        )
+        labelled = Term(x, labels[:b], torch.ones_like(x[:, 0]))
+        return Plan(labelled, Term(u, labels[b:], ops.rows(weight, u)))

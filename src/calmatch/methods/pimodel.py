@@ -28,6 +28,5 @@ class PiModel(Method):
         with frozen(net):
             u = net(batch.u[1]).logits
         weight = self.weight * ops.ramp(batch.step, self.ramp * self.task.steps)
-        return Plan(
-            Term(x, batch.y, torch.ones_like(x[:, 0])), Term(u, target, ops.rows(weight, u))
-        )
+        labelled = Term(x, batch.y, torch.ones_like(x[:, 0]))
+        return Plan(labelled, Term(u, target, ops.rows(weight, u)))

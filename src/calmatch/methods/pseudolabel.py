@@ -26,7 +26,5 @@ class PseudoLabel(Method):
         p = u.detach().softmax(-1)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         ramp = ops.ramp(batch.step, self.ramp * self.task.steps).to(p.dtype)
-        return Plan(
-            Term(x, batch.y, torch.ones_like(x[:, 0])),
-            Term(u, p.argmax(-1), self.weight * ramp * mask),
-        )
+        labelled = Term(x, batch.y, torch.ones_like(x[:, 0]))
+        return Plan(labelled, Term(u, p.argmax(-1), self.weight * ramp * mask))

@@ -33,8 +33,7 @@ class ReFixMatch(FixMatch):
         target = (source / self.temperature).log_softmax(-1)
         logp = (strong.logits / self.temperature).log_softmax(-1)
         apartness = (target.exp() * (target - logp)).sum(-1)
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(strong.logits, p.argmax(-1), self.weight * mask),
-            extra={"rejected": self.weight * ((1 - mask) * apartness).mean()},
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(strong.logits, p.argmax(-1), self.weight * mask)
+        extra = {"rejected": self.weight * ((1 - mask) * apartness).mean()}
+        return Plan(labelled, unlabelled, extra=extra)

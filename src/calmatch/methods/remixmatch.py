@@ -52,8 +52,6 @@ class ReMixMatch(MixMatch):
             unmixed = ops.soft_loss(net(strong).logits, q).mean()
             turns = net.get_submodule("heads.rotation")(net(turned).features)
         ramp = ops.ramp(batch.step, self.ramp * self.task.steps).to(p.dtype)
-        extra = {
-            "unmixed": self.unmixed * ramp * unmixed,
-            "rotation": self.rotation * ops.hard_loss(turns, turn).mean(),
-        }
+        rotation = self.rotation * ops.hard_loss(turns, turn).mean()
+        extra = {"unmixed": self.unmixed * ramp * unmixed, "rotation": rotation}
         return plan._replace(extra=extra, state={"mean": mean})

@@ -25,11 +25,8 @@ class ShrinkMatch(Method):
         between("threshold", threshold, 0, 1)
         between("momentum", momentum, 0, 1)
         self.threshold, self.weight, self.momentum, self.aligns = threshold, weight, momentum, queue
-        self.remember(
-            accepted=torch.tensor(0.0),
-            queue=torch.zeros(max(1, queue), task.classes),
-            queue_place=torch.tensor(0),
-        )
+        means = torch.zeros(max(1, queue), task.classes)
+        self.remember(accepted=torch.tensor(0.0), queue=means, queue_place=torch.tensor(0))
 
     def heads(self) -> dict[str, nn.Module]:
         d, narrow = self.task.features, max(1, self.task.features // 4)
@@ -43,21 +40,17 @@ class ShrinkMatch(Method):
         p = weak.logits.softmax(-1)
         state: dict[str, Tensor] = {}
         if self.aligns:
-            p, state["queue"], state["queue_place"] = ops.align_by_queue(
-                p, self.get_buffer("queue"), self.get_buffer("queue_place")
-            )
+            queue, place = self.get_buffer("queue"), self.get_buffer("queue_place")
+            p, state["queue"], state["queue_place"] = ops.align_by_queue(p, queue, place)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         accepted = ops.moving(self.get_buffer("accepted"), ops.average(mask.mean()), self.momentum)
         rows = strong.features
         rows = rows.repeat(2, 1) if len(rows) == 1 else rows  # BatchNorm takes no single row
         auxiliary = net.get_submodule("heads.auxiliary")(rows)[: len(strong.features)]
-        shrunk = ((1 - mask) * self.shrunk(p, auxiliary)).mean()
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(strong.logits, p, self.weight * mask),
-            extra={"shrunk": accepted * shrunk},
-            state=state | {"accepted": accepted},
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(strong.logits, p, self.weight * mask)
+        extra = {"shrunk": accepted * ((1 - mask) * self.shrunk(p, auxiliary)).mean()}
+        return Plan(labelled, unlabelled, extra=extra, state=state | {"accepted": accepted})
 
     def shrunk(self, p: Tensor, logits: Tensor) -> Tensor:
         """Loss of the top class against the least likely ones only, as many as leave it sure."""

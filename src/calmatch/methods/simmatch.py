@@ -31,10 +31,8 @@ class SimMatch(Projected):
         super().__init__(task, threshold=threshold, size=size, queue=queue, gate=gate)
         self.temperature, self.smoothing, self.weight = temperature, smoothing, weight
         self.instance, self.teacher, self.faithful = instance, teacher, faithful
-        self.remember(
-            bank=ops.unit(torch.randn(task.labelled, size)),  # one row a labelled picture
-            labels=torch.zeros(task.labelled, dtype=torch.long),
-        )
+        bank = ops.unit(torch.randn(task.labelled, size))  # one row a labelled picture
+        self.remember(bank=bank, labels=torch.zeros(task.labelled, dtype=torch.long))
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, w, s = apart(net, *batch.x, *batch.u, grad=(True, False, True))
@@ -46,19 +44,16 @@ class SimMatch(Projected):
         target = ops.normalise(like * aligned[:, labels])
         by_class = torch.zeros_like(aligned).index_add(1, labels, like)
         started = batch.step >= self.gate
-        mixed = torch.lerp(by_class, aligned, self.smoothing)
-        p = torch.where(started, mixed, aligned)
+        p = torch.where(started, torch.lerp(by_class, aligned, self.smoothing), aligned)
         mask = (p.amax(-1) >= self.threshold).to(p.dtype)
         instance = ops.soft_loss(f_s @ bank.T / self.temperature, target).mean()
         if self.teacher:
             with torch.no_grad(), frozen(ema):
                 (f_x,) = embed(ema, ema(batch.x[0]))
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(s.logits, p, self.weight * mask),
-            extra={"instance": self.instance * torch.where(started, instance, 0.0)},
-            state=self.store(f_x, batch) | memory,
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(s.logits, p, self.weight * mask)
+        extra = {"instance": self.instance * torch.where(started, instance, 0.0)}
+        return Plan(labelled, unlabelled, extra=extra, state=self.store(f_x, batch) | memory)
 
     def store(self, features: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Move the batch's rows of the bank towards its embeddings."""
@@ -69,7 +64,5 @@ class SimMatch(Projected):
             # USB normalises each dimension over the batch; the paper each row
             axis = 0 if self.faithful == "usb" else 1
             features = torch.nn.functional.normalize(features, dim=axis)
-        return {
-            "bank": bank.index_copy(0, ids, features),
-            "labels": self.get_buffer("labels").index_copy(0, ids, y),
-        }
+        labels = self.get_buffer("labels").index_copy(0, ids, y)
+        return {"bank": bank.index_copy(0, ids, features), "labels": labels}

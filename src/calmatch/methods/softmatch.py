@@ -22,12 +22,9 @@ class SoftMatch(Method):
         super().__init__(task)
         between("momentum", momentum, 0, 1)
         self.momentum, self.sigmas, self.weight, self.uniform = momentum, sigmas, weight, uniform
-        self.remember(
-            centre=torch.tensor(1 / task.classes),
-            spread=torch.tensor(1.0),
-            mean=torch.zeros(task.classes),
-            target=torch.full((task.classes,), 1 / task.classes),
-        )
+        self.remember(centre=torch.tensor(1 / task.classes), spread=torch.tensor(1.0))
+        even = torch.full((task.classes,), 1 / task.classes)
+        self.remember(mean=torch.zeros(task.classes), target=even)
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, weak, strong = apart(net, *batch.x, *batch.u, grad=(True, False, True))
@@ -46,8 +43,7 @@ class SoftMatch(Method):
         below = (confidence - centre).clamp_max(0)
         floor = torch.finfo(p.dtype).tiny
         trust = torch.exp(-below.square() * self.sigmas**2 / (2 * spread).clamp_min(floor))
-        return Plan(
-            Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0])),
-            Term(strong.logits, weak.logits.argmax(-1), self.weight * trust),
-            state={"centre": centre, "spread": spread, "mean": mean, "target": target},
-        )
+        labelled = Term(x.logits, batch.y, torch.ones_like(x.logits[:, 0]))
+        unlabelled = Term(strong.logits, weak.logits.argmax(-1), self.weight * trust)
+        state = {"centre": centre, "spread": spread, "mean": mean, "target": target}
+        return Plan(labelled, unlabelled, state=state)

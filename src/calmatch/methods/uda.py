@@ -29,13 +29,8 @@ class UDA(Method):
     def signal(self, step: Tensor) -> Tensor:
         """Labelled pictures predicted with more than this confidence are left out for now."""
         s = step / self.task.steps
-        share = {
-            "none": torch.ones_like(s),
-            "linear": s,
-            "exp": torch.exp(5 * (s - 1)),
-            "log": 1 - torch.exp(-5 * s),
-        }[self.annealing]
-        return share * (1 - 1 / self.task.classes) + 1 / self.task.classes
+        shares = {"linear": s, "exp": torch.exp(5 * (s - 1)), "log": 1 - torch.exp(-5 * s)}
+        return shares[self.annealing] * (1 - 1 / self.task.classes) + 1 / self.task.classes
 
     def forward(self, net: nn.Module, ema: nn.Module, batch: Batch) -> Plan:
         x, weak, strong = apart(net, *batch.x, *batch.u, grad=(True, False, True))

@@ -39,11 +39,9 @@ class VAT(Method):
             moved = net(images + self.eps * away).logits
         weight = self.weight * ops.ramp(batch.step, self.ramp * self.task.steps)
         entropy = ops.soft_loss(u, u.softmax(-1)).mean()
-        return Plan(
-            Term(x, batch.y, torch.ones_like(x[:, 0])),
-            Term(moved, q, ops.rows(weight, moved)),
-            extra={"entropy": self.entropy * entropy},
-        )
+        labelled = Term(x, batch.y, torch.ones_like(x[:, 0]))
+        unlabelled = Term(moved, q, ops.rows(weight, moved))
+        return Plan(labelled, unlabelled, extra={"entropy": self.entropy * entropy})
 
     def direction(self, net: nn.Module, images: Tensor, q: Tensor, noise: Tensor) -> Tensor:
         """Unit directions in which the prediction changes most: one power iteration."""
