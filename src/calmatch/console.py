@@ -104,12 +104,10 @@ class ProgressBar:
         self.progress.stop()
 
     def update(self, step: int) -> None:
-        """So many are done."""
         self.done = step
         self._draw()
 
     def advance(self, number: int) -> None:
-        """So many more are done."""
         self.update(self.done + number)
 
     def note(self, line: Mapping[str, Any]) -> None:
@@ -197,7 +195,6 @@ def say_why(start: str, login: str = "") -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means too little memory."""
     named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
     said = isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS)
     room = isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM

@@ -33,8 +33,7 @@ class Calibrated(nn.Module):
         self.sure = model.sure
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        square = resize_square(images, self.size, self.squash)
-        probs = self.calibration(self.network(square)).exp()
+        probs = self.calibration(self.network(resize_square(images, self.size, self.squash))).exp()
         sets = self.conformal.sets(probs) if self.conformal else torch.zeros_like(probs).bool()
         return probs, sets, self.sure(probs.amax(1))
 

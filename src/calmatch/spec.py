@@ -97,9 +97,8 @@ def from_file(text: str, where: object, trust: bool, harmless: str = "") -> str:
 
 def components(text: str) -> list[Spec]:
     """All components of a spec, added or chained, and those within their arguments."""
-    added_parts = _operands(_syntax_tree(text), ast.Add)
-    parts = [part for added_part in added_parts for part in _operands(added_part, ast.BitOr)]
-    items = [_component(part, text) for part in parts]
+    sums = _operands(_syntax_tree(text), ast.Add)
+    items = [_component(part, text) for each in sums for part in _operands(each, ast.BitOr)]
     inner = [item.kwargs[key] for item in items for key in NESTED if key in item.kwargs]
     return items + [one for text in inner if isinstance(text, str) for one in components(text)]
 
@@ -209,8 +208,7 @@ def bind(
         hints = typing.get_type_hints(plain.__init__ if inspect.isclass(plain) else plain)
     for key, value in values.items():
         if not fits(value, hint := hints.get(key, Any)):
-            where = f"{spec.name}({key}=...)"
-            raise SpecError(f"{where} is {value!r}, but it takes {describe(hint)}.")
+            raise SpecError(f"{spec.name}({key}=...) is {value!r}, but it takes {describe(hint)}.")
     if missing := [p.name for p in allowed if p.default is p.empty and p.name not in values]:
         raise SpecError(f"{kind} {spec.name!r} needs the argument {missing[0]!r}.")
     return functools.partial(target, **values)

@@ -64,7 +64,6 @@ def split(
             shared = f"{labelled} labels cannot be shared equally among {classes} classes"
             raise ValueError(f"{shared}; ask for a multiple of {classes}.")
         labelled = [labelled // classes] * classes
-    wanted = list(labelled)
     random = np.random.RandomState(seed)  # the legacy generator, which makes the field's splits
     if shuffle_first:
         random.shuffle(order)
@@ -74,14 +73,14 @@ def split(
         random.shuffle(ids)
         ids = order[ids]
         hold = math.floor(validation * len(ids))
-        if wanted[k] + hold > len(ids):
-            few = f"too few for {wanted[k]} labels and {hold} for validation; ask for fewer"
+        if labelled[k] + hold > len(ids):
+            few = f"too few for {labelled[k]} labels and {hold} for validation; ask for fewer"
             raise ValueError(f"Class {k} has {len(ids)} training pictures, {few}.")
         stop = len(ids) - hold
         if unlabelled is not None:
-            stop = min(stop, wanted[k] + unlabelled[k])
-        chosen.append(ids[: wanted[k]])
-        rest.append(ids[0 if whole_pool else wanted[k] : stop])
+            stop = min(stop, labelled[k] + unlabelled[k])
+        chosen.append(ids[: labelled[k]])
+        rest.append(ids[0 if whole_pool else labelled[k] : stop])
         held.append(ids[len(ids) - hold :])
     rest.append(np.flatnonzero(y < 0))
     pool = ([*chosen] if include_labelled else []) + rest
@@ -224,10 +223,8 @@ class Batches:
         seed = stream_seed(self.seed, RandomStream.METHOD, step)
         sizes = (self.orders[side].batch for side in "xu")
         draws = self.method.draws(Generator(self.device).manual_seed(seed), *sizes)
-        return {
-            name: ops.rank_share(value) if name.startswith(("x_", "u_")) else value
-            for name, value in draws.items()
-        }
+        shared = [name for name in draws if name.startswith(("x_", "u_"))]
+        return draws | {name: ops.rank_share(draws[name]) for name in shared}
 
 
 class Order:

@@ -56,9 +56,8 @@ class Dataset(NamedTuple):
 
 def build(text: str) -> Dataset:
     """The dataset a spec names."""
-    bound = spec.bind(spec.parse(text), DATASETS, "dataset")
     try:
-        built = bound()
+        built = spec.bind(spec.parse(text), DATASETS, "dataset")()
     except TypeError as error:
         raise spec.SpecError(f"{text!r} does not make a dataset: {error}.") from error
     if not isinstance(built, Dataset):

@@ -36,7 +36,6 @@ class Timm(Modelled):
         super().__init__(model)
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that timm exempts from weight decay."""
         exempt = getattr(self.model, "no_weight_decay", None)
         return {f"model.{name}" for name in exempt()} if exempt else set()
 

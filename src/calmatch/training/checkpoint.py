@@ -227,8 +227,7 @@ def handle_nonfinite(
     if signals:
         return
     facts = {"noticed": noticed, "checkpoint": note["step"], "rollbacks": run.rollbacks}
-    again = before and describe_step(run, before, note)
-    facts |= again or {"step": None, "what": "a number"}
+    facts |= describe_step(run, before, note) if before else {"step": None, "what": "a number"}
     if ops.rank() == 0:
         here = {} if before is None else {"step": facts["step"]}
         path = folder / "fault" / "state.safetensors"

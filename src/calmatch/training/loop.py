@@ -15,7 +15,6 @@ from calmatch import console, files, metrics, ops, posthoc, runs
 from calmatch.console import SignalQueue, Stopped
 from calmatch.core import Method, RandomStream
 from calmatch.data.batches import Source, stream_seed
-from calmatch.metrics import Interval
 from calmatch.model import write_model
 from calmatch.runs import Predicted, Result, Run, Scaled
 from calmatch.training import checkpoint
@@ -293,14 +292,14 @@ def _make_result(folder: Path, run: Training, log_probs: Tensor, labels: Tensor)
     measured = measure(log_probs, labels, resamples=0 if config.fold else RESAMPLES)
     gaps = runs.logit_gap(log_probs.double())
     mean, spread = float(gaps.mean()), 1.96 * float(gaps.std()) / len(gaps) ** 0.5
-    measured["gap"] = Interval(mean, mean - spread, mean + spread)
+    measured["gap"] = metrics.Interval(mean, mean - spread, mean + spread)
     lines = runs.read_lines(folder / "metrics.jsonl")
     last = [line for line in lines if line["kind"] == "train"][-1]
     if last.get("agree") is not None:  # among accepted samples of the last log interval
         steps = (config.steps - 1) % config.log_every + 1
         number = max(1.0, last["accepted"] * steps * parts.batches.orders["u"].batch)
         low, high = metrics.wilson(last["agree"], number)
-        measured["agree"] = Interval(last["agree"], float(low), float(high))
+        measured["agree"] = metrics.Interval(last["agree"], float(low), float(high))
     paper = config.protocol == "paper"
     rollbacks = [
         f"Numbers stopped being finite; from step {line['step']:,} on the learning rate was "
