@@ -246,7 +246,7 @@ def test_the_band_of_the_smooth_curve_holds_the_curve_and_a_calibrated_models_tr
     for _ in range(20):
         log_probs = (2 * torch.randn(500, 3, generator=generator)).log_softmax(-1)
         labels = torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
-        curve = summary.smooth_reliability(make_predictions(log_probs, labels))
+        curve = summary.smooth_reliability(make_predictions(log_probs, labels), 101, 500)
         at, accuracy, low, high = (np.array(curve[k]) for k in ("at", "accuracy", "low", "high"))
         assert np.all((low - 0.02 <= accuracy) & (accuracy <= high + 0.02))
         held += int(((low <= at) & (at <= high)).sum())

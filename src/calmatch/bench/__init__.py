@@ -106,8 +106,7 @@ def _print_preview(cells: Sequence[paper.Cell], jobs: Sequence[Job], states: Seq
             print(f"Protocol: {source}.")
         name = f"{cell.row:<{wide}}  {cell.column:<{wider}}  seed {cell.seed}"
         print(f"{k:>3}  {name}  {state:<9}  {job.folder}", flush=True)
-    counts = ", ".join(f"{n} {state}" for state, n in Counter(states).items())
-    print(f"{len(jobs)} runs: {counts}.")
+    print(f"{len(jobs)} runs: {', '.join(f'{n} {s}' for s, n in Counter(states).items())}.")
 
 
 def _run_jobs(options: BenchOptions, jobs: Sequence[Job]) -> SuiteProgress:
@@ -125,8 +124,7 @@ def _run_jobs(options: BenchOptions, jobs: Sequence[Job]) -> SuiteProgress:
         else:
             workers = engine.local_workers(len(jobs), options.jobs)
             engine.run_locally(jobs, progress, workers, signals, options.minutes)
-    counts = progress.counts().items()
-    print(f"{options.suite}: {', '.join(f'{n} {state}' for state, n in counts)}.")
+    print(f"{options.suite}: {', '.join(f'{n} {s}' for s, n in progress.counts().items())}.")
     if signals:
         raise Stopped(signals[0])
     return progress

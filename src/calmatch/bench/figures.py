@@ -146,10 +146,9 @@ def prepare_entropy(table: RunTable | None = None) -> Content:
     """Shannon and min-entropy with their slopes; with runs, who agrees (Observation 2)."""
     p = np.linspace(0.001, 0.999, 1000)  # 0.5, where the min-entropy has no slope, lies between
     q = np.maximum(p, 1 - p)
-    shannon = -p * np.log(p) - (1 - p) * np.log(1 - p)
     return {
         "p": p.tolist(),
-        "shannon": shannon.tolist(),
+        "shannon": (-p * np.log(p) - (1 - p) * np.log(1 - p)).tolist(),
         "min": (-np.log(q)).tolist(),
         "shannon_slope": np.log((1 - p) / p).tolist(),
         "min_slope": (np.sign(0.5 - p) / q).tolist(),
@@ -275,8 +274,7 @@ def draw_logits(figure: Figure, content: Content) -> None:
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     names = sorted(keys, key=lambda name: (name == TRUE_CLASS, keys[name].get_label()))
-    handles = [keys[name] for name in names]
-    figure.legend(handles, names, loc="lower center", ncols=6 if wide < 5 else 11)
+    figure.legend([keys[k] for k in names], names, loc="lower center", ncols=6 if wide < 5 else 11)
 
 
 METRICS = ("error", "ece")

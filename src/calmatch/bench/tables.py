@@ -102,11 +102,8 @@ def arrange_runs(runs: Sequence[Run], known: Sequence[str], suite: str | None = 
         row, column = _row_title(config), f"{config.dataset}_{config.labels}"
         if cell := cells.get(key):
             row, column = cell.row, cell.column
-            changes |= {
-                f"{field}={getattr(config, field)}"
-                for field in CHANGED_BY_FLAGS[:3]
-                if getattr(config, field) != getattr(cell.config, field)
-            }
+            own = {field: getattr(config, field) for field in CHANGED_BY_FLAGS[:3]}
+            changes |= {f"{k}={v}" for k, v in own.items() if v != getattr(cell.config, k)}
         groups.append(Group(row, column, config, _by_seed(same, notes)))
     if not groups:
         of = f" of the suite {suite}" if suite else ""
@@ -145,8 +142,7 @@ def _walk_runs(folder: Path) -> Iterator[tuple[Path, bool]]:
         if "config.json" in entries:
             yield here, "result.json" in entries
         else:
-            inner = [n for n, entry in entries.items() if entry.is_dir(follow_symlinks=False)]
-            left += [here / name for name in inner]
+            left += [here / e.name for e in entries.values() if e.is_dir(follow_symlinks=False)]
 
 
 def _row_title(config: Config) -> str:
@@ -219,10 +215,8 @@ def seed_values(group: Group | None, metric: str) -> dict[Seeds, float]:
     name, _, way = metric.rpartition("_")
     values: dict[Seeds, float | None] = {}
     for seeds, run in group.runs.items() if group else ():
-        if way in ("crossfit", "oracle"):
-            values[seeds] = getattr(run.result.temperature_scaled.get(way), name, None)
-        else:
-            values[seeds] = getattr(run.result.metrics.get(metric), "value", None)
+        scaled, plain = run.result.temperature_scaled.get(way), run.result.metrics.get(metric)
+        values[seeds] = getattr(scaled, name, None) if scaled else getattr(plain, "value", None)
     return {seeds: scale * value for seeds, value in values.items() if value is not None}
 
 

@@ -64,9 +64,7 @@ def ece_by_chance(preds: Predictions) -> dict[str, float]:
     return {"low": float(low), "high": float(high)}
 
 
-def smooth_reliability(
-    preds: Predictions, points: int = 101, resamples: int = 500
-) -> dict[str, Any]:
+def smooth_reliability(preds: Predictions, points: int, resamples: int) -> dict[str, Any]:
     """Accuracy as a smooth function of confidence, with a pointwise 95 % bootstrap band.
 
     Points that too few images are near to are left out; without resamples there is no band.
@@ -158,8 +156,7 @@ def stated_level(preds: Predictions) -> dict[str, float] | None:
         some = (preds.confidence > over) & (preds.confidence <= to)
         number = int(some.sum())
         if number >= 30:
-            confidence = float(preds.confidence[some].mean())
-            right = float(preds.right[some].mean())
+            confidence, right = (float(x[some].mean()) for x in (preds.confidence, preds.right))
             low, high = map(float, metrics.wilson(right, number))
             level = {"over": over, "to": to, "n": number, "confidence": confidence}
             return level | {"right": right, "low": low, "high": high}

@@ -183,7 +183,6 @@ class Answers:
             return [name for name, _ in self.log.pop()]
 
     def counts(self) -> Counter[str]:
-        """Labels of each class."""
         return Counter(text for kind, text in self.held.values() if kind == "label")
 
     def saved(self) -> str:
@@ -208,9 +207,8 @@ def open_session(
         if (examples := load_examples(options.first)) is None:
             raise ValueError(f"{options.first} is no run of `calmatch fit`.")
         first = [name for name in examples.asked_files if name in set(order)]
-    known = set(list(answers.held)[-ask.MOST :]) | set(first)
     free = [name for name in order if name not in answers.held][: ask.MOST]
-    pool = known | set(free)
+    pool = {*list(answers.held)[-ask.MOST :], *first, *free}
     chosen = tuple(name for name in order if name in pool)
     device = ops.pick_device(options.device)
     net, _, notes = choose_network(FitOptions(options.pictures, net=options.net), device)
@@ -304,12 +302,11 @@ class Session:
             self.learned = version
 
     def _choose(self, rows: dict[int, Answer]) -> list[int]:
-        gone = {*rows, *self.put_off}
         probs = None
         if self.model is not None:  # as uncalibrated as when it was proved
             own = self.model[0].weights
             probs = portfolio.softmax(self.teachers.inputs @ own[:-1] + own[-1])
-        return list(self.questions.next(gone, probs, AHEAD).rows.tolist())
+        return list(self.questions.next({*rows, *self.put_off}, probs, AHEAD).rows.tolist())
 
     def question(self) -> int | None:
         """The next picture to ask for; those put off come last."""
@@ -398,12 +395,11 @@ class Session:
             own = free & (guess == k)
             right = round(float(confidence[own].mean()), 3) if own.any() else None
             each.append({"name": name, "guessed": int(own.sum()), "right": right})
-        gain = posthoc.expected_gain(*learned.gain, 10 / len(classes))
         top, right = learned.held.max(1), learned.held.argmax(1) == learned.truth
         return {
             "error": learned.error,
             "curve": [(count, *error) for count, error in sorted(self.curve.items())],
-            "ten_more": gain,
+            "ten_more": posthoc.expected_gain(*learned.gain, 10 / len(classes)),
             "random": list(zip(top.tolist(), right.tolist(), strict=True)),
             "classes": each,
         }
@@ -464,11 +460,9 @@ class Fit:
     """`calmatch fit` with these labels, in a process of its own."""
 
     def __init__(self, root: Path, labels: Path) -> None:
-        base = Path.cwd()
-        if base.is_relative_to(root.resolve()):
-            base = root.resolve().parent
-        number = 1
-        while (out := base / f"fit-{root.resolve().name}-{number}").exists():
+        home, here, number = root.resolve(), Path.cwd(), 1
+        base = home.parent if here.is_relative_to(home) else here
+        while (out := base / f"fit-{home.name}-{number}").exists():
             number += 1
         self.out, self.lines = out, deque[str](maxlen=200)
         words = ["fit", str(root), "--labels", str(labels), "--out", str(out)]
