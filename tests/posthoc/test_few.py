@@ -10,7 +10,8 @@ from calmatch import posthoc
 from calmatch.posthoc.few import SURPRISE, _deviations, logit
 
 PRIOR = {
-    "accuracy": [0.0, 0.5, 0.5, 0.0, 0.0],  # accuracy is halfway from agreement to echo
+    "accuracy": [0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0],  # halfway from agreement to echo
+    "flattery": [0.0, 0.0, 0.0],
     "sd": 0.2,
     "blind_sd": 0.4,
     "widening": 1.0,
@@ -64,6 +65,28 @@ def test_with_many_labels_the_prior_does_not_matter(shares):
     error = posthoc.few_label_error(fitted, free, free, y, prior=PRIOR)
     assert error.value == pytest.approx(1 - accuracy, abs=0.01)
     assert error.low < 1 - accuracy < error.high
+
+
+def test_the_same_shares_promise_less_of_many_classes():
+    learned = [posthoc.expected_accuracy(0.6, 0.7, 4, None, 0.7, k) for k in (2, 8, 50)]
+    assert learned == sorted(learned, reverse=True)
+    assert learned[0] > learned[2] + 0.15
+    assert learned[1] == posthoc.expected_accuracy(0.6, 0.7, 4, parts=0.7)
+    own = PRIOR | {"accuracy": [0.0, 0.5, 0.5, 0.0, 0.0, -0.4, 0.0]}
+    free, _, _ = drawn(500, 1.7, classes=20)
+    fitted = posthoc.few_label_temperature(free, agreement=0.8, echo=0.8, prior=own)
+    confidence = float((free / fitted.temperature).softmax(1).amax(1).mean())
+    assert logit(confidence) == pytest.approx(logit(0.8) - 0.4 * np.log(20 / 8), abs=0.06)
+
+
+@pytest.mark.parametrize("each, moved", [(4, 0.5), (10, 0.5), (10_000, 0.0)])
+def test_what_held_out_labels_flatter_is_taken_off_unless_labels_are_many(each, moved):
+    free, y, accuracy = drawn(8000, 1.7)
+    own = PRIOR | {"flattery": [0.5, 0.0, 0.0]}
+    known = {"agreement": 0.8, "echo": 0.8, "labels_a_class": each}
+    fitted = posthoc.few_label_temperature(free, free, y, **known, prior=own)
+    confidence = float((free / fitted.temperature).softmax(1).amax(1).mean())
+    assert logit(confidence) == pytest.approx(logit(accuracy) - moved, abs=0.08)
 
 
 def test_the_posterior_is_the_one_that_numerical_integration_gives():

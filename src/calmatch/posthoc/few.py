@@ -24,6 +24,7 @@ from calmatch.posthoc import TEMPERATURES, check_log_probs, check_logits, log_so
 Estimate = Interval
 STEPS = 241  # of log temperature
 SURPRISE = 0.02  # share of datasets of which five times less is known than learned: labels decide
+TYPICAL_CLASSES = 8
 FEWEST = 10  # unlabelled images above a threshold, that it may be promised
 
 
@@ -39,6 +40,7 @@ def expected_accuracy(
     labels_a_class: float,
     prior: Mapping[str, Any] | None = None,
     parts: float | None = None,
+    classes: int = TYPICAL_CLASSES,
 ) -> float:
     """The accuracy of a model, by two or three shares of the unlabelled images.
 
@@ -47,20 +49,35 @@ def expected_accuracy(
     with it that learned as many labels of other images, drawn by its own confidence (echo). Labels
     that happen to be easy raise the first and not the accuracy; the second knows no luck, but does
     not see mistakes that all make; models of a network's last layer and of its earlier ones make
-    other mistakes (parts). logit(accuracy) = a + b logit(agreement) + c logit(echo) + d l + e l² +
-    f logit(parts), l = log(labels a class / 4), learned over datasets of 2 to 10 labels a class.
+    other mistakes (parts). The same shares promise more where classes are few. logit(accuracy) =
+    a + b logit(agreement) + c logit(echo) + d l + e l² + f k + g k² + h logit(parts), with l =
+    log(labels a class / 4) and k = log(classes / 8), learned over tasks of 2 to 10 labels a class
+    and of 2 to 100 classes.
     """
     numbers = np.array(_learned(prior, parts)["accuracy"])
-    return float(special.expit(numbers @ accuracy_inputs(agreement, echo, labels_a_class, parts)))
+    known = accuracy_inputs(agreement, echo, labels_a_class, classes, parts)
+    return float(special.expit(numbers @ known))
 
 
 def accuracy_inputs(
-    agreement: float, echo: float, labels_a_class: float, parts: float | None = None
+    agreement: float, echo: float, labels_a_class: float, classes: int, parts: float | None = None
 ) -> list[float]:
     """What `expected_accuracy` weighs."""
     more = float(np.log(np.clip(labels_a_class, 2, 10) / 4))
-    inputs = [1.0, logit(agreement), logit(echo), more, more * more]
+    many = float(np.log(np.clip(classes, 2, 100) / TYPICAL_CLASSES))
+    inputs = [1.0, logit(agreement), logit(echo), more, more * more, many, many * many]
     return inputs if parts is None else [*inputs, logit(parts)]
+
+
+def flattery(labels_a_class: float, prior: Mapping[str, Any] | None = None) -> float:
+    """How much too right a model looks, in logits, at the temperature that held-out labels like.
+
+    They are predicted by models of fewer labels: with two a class it looks worse than it is, with
+    ten a little better, and with many as it is. Learned over the same tasks.
+    """
+    more = float(np.log(np.clip(labels_a_class, 2, 10) / 4))
+    fading = min(1.0, 10 / labels_a_class)
+    return fading * float(np.dot((prior or read_prior())["flattery"], [1.0, more, more * more]))
 
 
 def _learned(prior: Mapping[str, Any] | None, parts: float | None) -> Mapping[str, Any]:
@@ -111,18 +128,19 @@ def few_label_temperature(
     """
     z, learned = check_log_probs(torch.as_tensor(free)), _learned(prior, parts)
     logs = np.linspace(np.log(TEMPERATURES[0]), np.log(TEMPERATURES[1]), STEPS)
-    away, rare, n = logs / learned["blind_sd"], -np.inf, 0
+    away, rare, n, moved = logs / learned["blind_sd"], -np.inf, 0, logs
     if agreement is not None and echo is not None:
-        centre = logit(expected_accuracy(agreement, echo, labels_a_class, prior, parts))
+        share = expected_accuracy(agreement, echo, labels_a_class, prior, parts, z.shape[1])
         tops = [posthoc.mean_confidence(z, heat) for heat in np.exp(logs[::8])]
-        away = (np.interp(logs, logs[::8], logit(np.array(tops), 1e-9)) - centre) / learned["sd"]
-        away /= spread_at(labels_a_class)
+        curve = np.interp(logs, logs[::8], logit(np.array(tops), 1e-9))
+        away = (curve - logit(share)) / (learned["sd"] * spread_at(labels_a_class))
         rare = np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2
+        moved = np.interp(-curve - flattery(labels_a_class, prior), -curve, logs)
     fits = np.logaddexp(-0.5 * away**2, rare)
     if labels is not None:
         z, y = check_logits(held, labels)
         n = len(y)
-        for k, heat in enumerate(np.exp(logs)):
+        for k, heat in enumerate(np.exp(moved)):
             fits[k] += log_softmax(z / heat)[np.arange(len(y)), y].sum()
     weights = np.exp(fits - fits.max())
     weights /= weights.sum()
