@@ -161,6 +161,9 @@ def test_mistakes_of_folders_are_sentences(tmp_path):
     empty.mkdir()
     with pytest.raises(ValueError, match="holds no pictures"):
         read_folder(empty)
+    (empty / "a.png").symlink_to(draw(tmp_path / "elsewhere" / "a.png"))
+    with pytest.raises(ValueError, match=r"a.png: it is a link that leaves.*copy them into it"):
+        read_folder(empty)
     draw(tmp_path / "flat" / "a.png")
     with pytest.raises(ValueError, match=r"no class folders.*--labels"):
         read_folder(tmp_path / "flat")

@@ -98,6 +98,9 @@ def list_images(root: Path, strict: bool = False) -> tuple[list[str], list[Skipp
     skipped = [name for name in listed if isinstance(name, Skipped)]
     if strict and skipped:
         raise ValueError(f"{skipped[0].file}: {skipped[0].reason} (--strict).")
+    if skipped and not names:
+        why = f"{skipped[0].file}: {skipped[0].reason}"
+        raise ValueError(f"{root} holds no pictures that may be read ({why}); copy them into it.")
     if not names:
         kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")
