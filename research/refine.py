@@ -57,7 +57,7 @@ def main() -> None:
         """Student on a network's features, and its logits."""
         own = extractor._replace(body=body, quick=body)
         seen = {k: features(own, some) for k, some in images.items()}
-        embedding = portfolio.Embedding.fit(seen["pool"])
+        embedding = portfolio.Embedding.fit(seen["pool"], portfolio.components_of(classes))
         teachers = portfolio.Teachers(embedding.spaces(seen["pool"]), classes)
         bar = types.SimpleNamespace(advance=lambda k: None)
         student = portfolio.fit_transductive(teachers, labelled, y, bar)

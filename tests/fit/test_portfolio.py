@@ -53,6 +53,13 @@ def test_unlabelled_images_teach_the_student():
     assert low <= wrong <= high
 
 
+@pytest.mark.parametrize("classes", [2, 10, 11, 1000])
+def test_ten_classes_or_fewer_have_the_same_components(classes):
+    own = np.array(portfolio.components_of(classes)) / portfolio.COMPONENTS
+    assert (own == 1).all() if classes <= 10 else (own > 1).all()
+    assert (own <= portfolio.WIDEST).all()
+
+
 def test_echo_is_high_where_any_labels_would_do_and_low_where_they_decide():
     echoes = []
     for spread in (0.3, 4.0):

@@ -79,7 +79,7 @@ def test_the_same_shares_promise_less_of_many_classes():
     assert logit(confidence) == pytest.approx(logit(0.8) - 0.4 * np.log(20 / 8), abs=0.06)
 
 
-@pytest.mark.parametrize("each, moved", [(4, 0.5), (10, 0.5), (10_000, 0.0)])
+@pytest.mark.parametrize(("each", "moved"), [(4, 0.5), (10, 0.5), (10_000, 0.0)])
 def test_what_held_out_labels_flatter_is_taken_off_unless_labels_are_many(each, moved):
     free, y, accuracy = drawn(8000, 1.7)
     own = PRIOR | {"flattery": [0.5, 0.0, 0.0]}

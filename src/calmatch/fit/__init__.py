@@ -112,7 +112,7 @@ def fit_frozen(job: plan.FitJob, size: int | None) -> crossval.Outcome:
     labelled = np.flatnonzero(labels[rows] >= 0)
     y, seen = labels[rows][labelled], pool.some(rows)
     with console.ProgressBar("candidates", portfolio.FITS, 0, quiet, unit="fits") as bar:
-        embedding = portfolio.Embedding.fit(seen)
+        embedding = portfolio.Embedding.fit(seen, portfolio.components_of(classes))
         bar.advance(1)
         teachers = portfolio.Teachers(embedding.spaces(seen), classes)
         bar.advance(1)

@@ -30,7 +30,8 @@ Array = NDArray[np.float32]
 Rows = NDArray[Any]  # places of images, or their labels
 Cases = Sequence[tuple[Rows, Rows]]  # labelled images of each student
 Signs = Mapping[str, Any]
-COMPONENTS = (40, 64, 100, 160)  # principal components: one soft k-means each
+COMPONENTS = (40, 64, 100, 160)  # principal components of ten classes: one soft k-means each
+WIDEST = 2.5  # times as many, at most
 SHRINKAGE = 0.1  # share of the mean variance that is added before whitening
 SHARPNESS = 2.5  # times sqrt(d): the cosine of two random vectors deviates by 1 / sqrt(d)
 ROUNDS, STEP, LABEL_WEIGHT = 30, 0.3, 1.5  # of soft k-means
@@ -103,6 +104,12 @@ class Embedding:
             stages = (np.mean(features.stages, 0) - self.stage_mean) / self.stage_scale
             parts.append(self.stage_weight * _unit(stages))
         return np.concatenate(parts, 1)
+
+
+def components_of(classes: int) -> list[int]:
+    """More classes need more components to be told apart; ten or fewer have the same."""
+    wider = min(WIDEST, max(1.0, classes / 10) ** 0.5)
+    return [round(wider * number) for number in COMPONENTS]
 
 
 def _last(features: Features) -> Array:
@@ -288,7 +295,8 @@ def parts_agreement(seen: Features, rows: Rows, y: Rows, classes: int, bar: Any)
     if seen.stages is None or not len(free):
         return None
     for part in (Features(seen.last), Features((), seen.stages)):
-        teachers = Teachers(Embedding.fit(part).spaces(part), classes)
+        embedding = Embedding.fit(part, components_of(classes))
+        teachers = Teachers(embedding.spaces(part), classes)
         (own,) = teachers.teach([(rows, y)], bar=bar)
         guesses.append((teachers.inputs[free] @ own[:-1] + own[-1]).argmax(1))
     return float((guesses[0] == guesses[1]).mean())
@@ -515,7 +523,8 @@ def time_candidates(extractor: Extractor, images: int, classes: int, rounds: int
     """Seconds of all: students, some sixteen rounds each, and components, which go as the cube."""
     side = extractor.views.source
     width = extractor(torch.zeros(1, 3, side, side, dtype=torch.uint8)).shape[-1]
-    inputs = np.random.default_rng(0).normal(1, 1, (images, COMPONENTS[-1])).astype(np.float32)
+    shape = (images, components_of(classes)[-1])
+    inputs = np.random.default_rng(0).normal(1, 1, shape).astype(np.float32)
     targets = np.full((images, classes), 1 / classes, np.float32)
     targets[:, 0] += inputs[:, 0]
     square = inputs[:512] @ inputs[:512].T
