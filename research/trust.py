@@ -465,7 +465,7 @@ def learn_accuracy(known: list[Fact], parts: bool, flattery: list[float]) -> dic
         others = fit_accuracy([fact for fact in known if origin(fact.name) != name], parts)
         centre = inputs_of(own, parts) @ others
         away = few.logit(np.array([fact.accuracy for fact in own])) - centre
-        spreads = np.array([few.spread_at(fact.each) for fact in own])
+        spreads = np.array([few.spread_at(fact.classes) for fact in own])
         squares += [*(away / spreads) ** 2]
         order += own
         reach += [*zip(own, centre, strict=True)]
@@ -507,7 +507,7 @@ def robust_fit(x: Any, y: Any, equal: Any, start: Any, ridge: float, scale: floa
 
 def needed_widening(fact: Fact, centre: float, sd: float, flattery: list[float]) -> float:
     """How much wider than the posterior an interval must be to hold the truth just so."""
-    sd *= few.spread_at(fact.each)
+    sd *= few.spread_at(fact.classes)
     curve = np.array(fact.curve)
     away = (curve - centre) / sd
     rare = np.log(few.SURPRISE / 5) - 0.5 * (away / 5) ** 2
@@ -658,10 +658,9 @@ def evaluate_all(work: Path) -> list[dict[str, Any]]:
     known = facts(work)
     priors = {
         name: learn_prior([fact for fact in known if origin(fact.name) != name])
-        for name in {fact.name for fact in known if is_set(fact.name)}
+        for name in {origin(fact.name) for fact in known}
     }
-    tested = (one for one in cases(work) if is_set(one.name))
-    lines = [evaluate(one, priors[one.name]) for one in tested]
+    lines = [evaluate(one, priors[origin(one.name)]) for one in cases(work)]
     (work / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
 
@@ -731,7 +730,8 @@ HEAD = (
 
 def write_page(work: Path) -> None:
     """research/trust.md, the third question of docs/results.md, and the pictures."""
-    lines = [json.loads(line) for line in (work / "lines.jsonl").open()]
+    every = [json.loads(line) for line in (work / "lines.jsonl").open()]
+    lines = [line for line in every if is_set(line["name"])]
     known = [fact for fact in facts(work) if is_set(fact.name)]
     names = sorted({line["name"] for line in lines})
     page = [
@@ -755,6 +755,7 @@ def write_page(work: Path) -> None:
             hold = "" if way == "agreement" else f", interval holds in {100 * holds:.0f} %"
             page.append(f"- {way}: off by {100 * off:.1f}{hold}")
         page.append("")
+    page += tasks_table(every, {fact.name: fact.classes for fact in facts(work)})
     labels, error, even, saved, most = stop_rule(known)
     page += [
         "## Stop or go on?\n",
@@ -768,6 +769,28 @@ def write_page(work: Path) -> None:
     (Path(__file__).parent / "trust.md").write_text("\n".join(page))
     write_summary(means, (saved, most), len(lines), len(names))
     draw_pictures(lines)
+
+
+def tasks_table(lines: list[dict[str, Any]], classes: dict[str, int]) -> list[str]:
+    """What the tables leave out: tasks of few and of many classes, 4 labels a class."""
+    page = [
+        "## Few and many classes\n",
+        "Tasks of some classes of each set and of Tiny-ImageNet, 4 labels a class; the set, or the "
+        "task of Tiny-ImageNet, had no part in the prior.\n",
+        "| classes | tasks | error | off, ours / labels | holds | ECE | likelihood | oracle |",
+        "|---|" + "---:|" * 7,
+    ]
+    lines = [line for line in lines if line["each"] == 4 and not is_set(line["name"])]
+    for low, high in ((2, 2), (3, 4), (5, 9), (10, 20), (30, 100)):
+        names = sorted({n["name"] for n in lines if low <= classes[n["name"]] <= high})
+        rows = [summary([line for line in lines if line["name"] == name]) for name in names]
+        keys = ("wrong", "off ours", "off labels", "holds ours")
+        keys = (*keys, "ece ours", "ece likelihood", "ece oracle")
+        cells = [f"{100 * np.mean([row[key] for row in rows]):.1f}" for key in keys]
+        cells[1:3] = [" / ".join(cells[1:3])]
+        number = str(low) if low == high else f"{low} to {high}"
+        page.append(f"| {number} | {len(names)} | " + " | ".join(cells) + " |")
+    return [*page, ""]
 
 
 def summary(own: list[dict[str, Any]]) -> dict[str, float]:

@@ -86,9 +86,9 @@ def _learned(prior: Mapping[str, Any] | None, parts: float | None) -> Mapping[st
     return learned if parts is None else {**learned, **learned["parts"]}
 
 
-def spread_at(labels_a_class: float) -> float:
-    """How much less is known than with four labels a class."""
-    return float((4 / np.clip(labels_a_class, 2, 25)) ** (1 / 3))
+def spread_at(classes: int) -> float:
+    """How much less is known than of eight classes: the mistakes of many average out."""
+    return float((TYPICAL_CLASSES / np.clip(classes, 2, 100)) ** (1 / 3))
 
 
 def logit(share: Any, least: float = 0.003) -> Any:
@@ -133,7 +133,7 @@ def few_label_temperature(
         share = expected_accuracy(agreement, echo, labels_a_class, prior, parts, z.shape[1])
         tops = [posthoc.mean_confidence(z, heat) for heat in np.exp(logs[::8])]
         curve = np.interp(logs, logs[::8], logit(np.array(tops), 1e-9))
-        away = (curve - logit(share)) / (learned["sd"] * spread_at(labels_a_class))
+        away = (curve - logit(share)) / (learned["sd"] * spread_at(z.shape[1]))
         rare = np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2
         moved = np.interp(-curve - flattery(labels_a_class, prior), -curve, logs)
     fits = np.logaddexp(-0.5 * away**2, rare)
