@@ -69,11 +69,11 @@ def test_the_same_shares_promise_less_of_many_classes():
     assert learned == sorted(learned, reverse=True)
     assert learned[0] > learned[2] + 0.15
     assert learned[1] == posthoc.expected_accuracy(0.6, 0.7, 4, parts=0.7)
-    own = PRIOR | {"accuracy": [0.0, 0.5, 0.5, 0.0, 0.0, -0.4, 0.0]}
+    own = PRIOR | {"accuracy": [0.0, 0.5, 0.5, 0.0, 0.0, 0.0, -0.4]}
     free, _, _ = drawn(500, 1.7, classes=20)
     fitted = posthoc.few_label_temperature(free, agreement=0.8, echo=0.8, prior=own)
     confidence = float((free / fitted.temperature).softmax(1).amax(1).mean())
-    assert logit(confidence) == pytest.approx(logit(0.8) - 0.4 * np.log(20 / 8), abs=0.06)
+    assert logit(confidence) == pytest.approx(logit(0.8) - 0.4 * np.log(20 / 10), abs=0.06)
 
 
 @pytest.mark.parametrize(("each", "moved"), [(4, 0.5), (10, 0.5), (10_000, 0.0)])

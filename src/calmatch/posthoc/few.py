@@ -49,10 +49,10 @@ def expected_accuracy(
     with it that learned as many labels of other images, drawn by its own confidence (echo). Labels
     that happen to be easy raise the first and not the accuracy; the second knows no luck, but does
     not see mistakes that all make; models of a network's last layer and of its earlier ones make
-    other mistakes (parts). The same shares promise more where classes are few. logit(accuracy) =
-    a + b logit(agreement) + c logit(echo) + d l + e l² + f k + g k² + h logit(parts), with l =
-    log(labels a class / 4) and k = log(classes / 8), learned over tasks of 2 to 10 labels a class
-    and of 2 to 100 classes.
+    other mistakes (parts). The same shares promise more of fewer than five classes and less of more
+    than ten. logit(accuracy) = a + b logit(agreement) + c logit(echo) + d l + e l² + f log(5 / k) +
+    g log(k / 10) + h logit(parts), where l = log(labels a class / 4) and logarithms of k classes
+    are not below 0; learned over tasks of 2 to 10 labels a class and of 2 to 100 classes.
     """
     numbers = np.array(_learned(prior, parts)["accuracy"])
     known = accuracy_inputs(agreement, echo, labels_a_class, classes, parts)
@@ -64,8 +64,10 @@ def accuracy_inputs(
 ) -> list[float]:
     """What `expected_accuracy` weighs."""
     more = float(np.log(np.clip(labels_a_class, 2, 10) / 4))
-    many = float(np.log(np.clip(classes, 2, 100) / TYPICAL_CLASSES))
-    inputs = [1.0, logit(agreement), logit(echo), more, more * more, many, many * many]
+    fewer, many = (
+        max(0.0, float(np.log(x))) for x in (5 / max(2, classes), min(100, classes) / 10)
+    )
+    inputs = [1.0, logit(agreement), logit(echo), more, more * more, fewer, many]
     return inputs if parts is None else [*inputs, logit(parts)]
 
 
