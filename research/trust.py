@@ -412,11 +412,11 @@ def facts(work: Path) -> list[Fact]:
 def learn_prior(known: list[Fact]) -> dict[str, Any]:
     """The numbers of prior.json from these label splits, every set and number of labels alike."""
     gains = gain_shares([fact for fact in known if "." not in fact.name])
-    flattery = learn_flattery(known)
+    optimism = learn_optimism(known)
     return {
-        **learn_accuracy(known, False, flattery),
-        "parts": learn_accuracy(known, True, flattery),
-        "flattery": flattery,
+        **learn_accuracy(known, False, optimism),
+        "parts": learn_accuracy(known, True, optimism),
+        "optimism": optimism,
         "blind_sd": 0.4,
         "floor": FLOOR,
         "gain": [round(float(np.mean(gains)), 3), round(float(np.std(gains, ddof=1)), 3)],
@@ -444,7 +444,7 @@ def weights_of(known: list[Fact]) -> Any:
     )
 
 
-def learn_flattery(known: list[Fact]) -> list[float]:
+def learn_optimism(known: list[Fact]) -> list[float]:
     """How much too right models look at the temperature that held-out labels like, in logits."""
     away = [fact.curve[int(np.argmax(fact.fits))] - few.logit(fact.accuracy) for fact in known]
     more = np.log(np.array([fact.each for fact in known]) / 4)
@@ -452,7 +452,7 @@ def learn_flattery(known: list[Fact]) -> list[float]:
     return [round(float(v), 3) for v in robust_fit(x, y, weights_of(known), np.zeros(3), 0.0, 0.3)]
 
 
-def learn_accuracy(known: list[Fact], parts: bool, flattery: list[float]) -> dict[str, Any]:
+def learn_accuracy(known: list[Fact], parts: bool, optimism: list[float]) -> dict[str, Any]:
     """Expected accuracy, its spread over sets that it was not learned on, and the widening.
 
     Student's t: one set whose labels are wrong (plantdoc) shall not decide how well others are
@@ -474,7 +474,7 @@ def learn_accuracy(known: list[Fact], parts: bool, flattery: list[float]) -> dic
     for _ in range(50):
         trust = (FREEDOM + 1) / (FREEDOM + np.array(squares) / sd**2)
         sd = float(np.sqrt(np.average(trust * squares, weights=weights)))
-    ratios = [needed_widening(fact, mean, sd, flattery) for fact, mean in reach]
+    ratios = [needed_widening(fact, mean, sd, optimism) for fact, mean in reach]
     return {
         "accuracy": [round(float(x), 3) for x in fit_accuracy(known, parts)],
         "sd": round(sd, 3),
@@ -505,13 +505,13 @@ def robust_fit(x: Any, y: Any, equal: Any, start: Any, ridge: float, scale: floa
     return numbers
 
 
-def needed_widening(fact: Fact, centre: float, sd: float, flattery: list[float]) -> float:
+def needed_widening(fact: Fact, centre: float, sd: float, optimism: list[float]) -> float:
     """How much wider than the posterior an interval must be to hold the truth just so."""
     sd *= few.spread_at(fact.classes)
     curve = np.array(fact.curve)
     away = (curve - centre) / sd
     rare = np.log(few.SURPRISE / 5) - 0.5 * (away / 5) ** 2
-    moved = np.interp(-curve - few.flattery(fact.each, {"flattery": flattery}), -curve, HEATS)
+    moved = np.interp(-curve - few.optimism(fact.each, {"optimism": optimism}), -curve, HEATS)
     fits = np.interp(moved, HEATS, fact.fits) + np.logaddexp(-0.5 * away**2, rare)
     weights = np.exp(fits - fits.max())
     weights /= weights.sum()
@@ -718,7 +718,7 @@ the share of pictures under a promise of 90 % accuracy, kept in so many splits, 
 test of the labels alone. The form of the prior (logits of agreement and echo, labels a class,
 ridge) was fixed on seven sets before {} were opened, one view each; that
 the number of labels also counts squared, that parts and the number of classes count, Student's t,
-bagging and how much held-out labels flatter were chosen later, on all of them, with each set left
+bagging and the optimism of held-out labels were chosen later, on all of them, with each set left
 out.
 """
 HEAD = (

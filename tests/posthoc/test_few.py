@@ -11,7 +11,7 @@ from calmatch.posthoc.few import SURPRISE, _deviations, logit
 
 PRIOR = {
     "accuracy": [0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0],  # halfway from agreement to echo
-    "flattery": [0.0, 0.0, 0.0],
+    "optimism": [0.0, 0.0, 0.0],
     "sd": 0.2,
     "blind_sd": 0.4,
     "widening": 1.0,
@@ -79,7 +79,7 @@ def test_the_same_shares_promise_less_of_many_classes():
 @pytest.mark.parametrize(("each", "moved"), [(4, 0.5), (10, 0.5), (10_000, 0.0)])
 def test_what_held_out_labels_flatter_is_taken_off_unless_labels_are_many(each, moved):
     free, y, accuracy = drawn(8000, 1.7)
-    own = PRIOR | {"flattery": [0.5, 0.0, 0.0]}
+    own = PRIOR | {"optimism": [0.5, 0.0, 0.0]}
     known = {"agreement": 0.8, "echo": 0.8, "labels_a_class": each}
     fitted = posthoc.few_label_temperature(free, free, y, **known, prior=own)
     confidence = float((free / fitted.temperature).softmax(1).amax(1).mean())

@@ -100,7 +100,8 @@ def list_images(root: Path, strict: bool = False) -> tuple[list[str], list[Skipp
         raise ValueError(f"{skipped[0].file}: {skipped[0].reason} (--strict).")
     if skipped and not names:
         why = f"{skipped[0].file}: {skipped[0].reason}"
-        raise ValueError(f"{root} holds no pictures that may be read ({why}); copy them into it.")
+        how = "choose pictures that can be opened and copy them into it"
+        raise ValueError(f"{root} holds no pictures that may be read ({why}); {how}.")
     if not names:
         kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(f"{root} holds no pictures; their names end in {kinds}.")

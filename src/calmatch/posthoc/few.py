@@ -24,7 +24,7 @@ from calmatch.posthoc import TEMPERATURES, check_log_probs, check_logits, log_so
 Estimate = Interval
 STEPS = 241  # of log temperature
 SURPRISE = 0.02  # share of datasets of which five times less is known than learned: labels decide
-TYPICAL_CLASSES = 8
+TYPICAL_CLASSES = 8  # of a dataset; the prior's spread is said of so many
 FEWEST = 10  # unlabelled images above a threshold, that it may be promised
 
 
@@ -71,7 +71,7 @@ def accuracy_inputs(
     return inputs if parts is None else [*inputs, logit(parts)]
 
 
-def flattery(labels_a_class: float, prior: Mapping[str, Any] | None = None) -> float:
+def optimism(labels_a_class: float, prior: Mapping[str, Any] | None = None) -> float:
     """How much too right a model looks, in logits, at the temperature that held-out labels like.
 
     They are predicted by models of fewer labels: with two a class it looks worse than it is, with
@@ -79,7 +79,7 @@ def flattery(labels_a_class: float, prior: Mapping[str, Any] | None = None) -> f
     """
     more = float(np.log(np.clip(labels_a_class, 2, 10) / 4))
     fading = min(1.0, 10 / labels_a_class)
-    return fading * float(np.dot((prior or read_prior())["flattery"], [1.0, more, more * more]))
+    return fading * float(np.dot((prior or read_prior())["optimism"], [1.0, more, more * more]))
 
 
 def _learned(prior: Mapping[str, Any] | None, parts: float | None) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ def few_label_temperature(
         curve = np.interp(logs, logs[::8], logit(np.array(tops), 1e-9))
         away = (curve - logit(share)) / (learned["sd"] * spread_at(z.shape[1]))
         rare = np.log(SURPRISE / 5) - 0.5 * (away / 5) ** 2
-        moved = np.interp(-curve - flattery(labels_a_class, prior), -curve, logs)
+        moved = np.interp(-curve - optimism(labels_a_class, prior), -curve, logs)
     fits = np.logaddexp(-0.5 * away**2, rare)
     if labels is not None:
         z, y = check_logits(held, labels)
